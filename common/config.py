@@ -1,0 +1,311 @@
+"""The configuration of a run: every key, its type, its default and its limits, in one place.
+
+A person writes TOML; `load` checks it and `launch.start_all` writes the result to
+`<run>/config.json`, which is all that the other processes read (`read`).
+"""
+
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from common.errors import ConfigError
+from common.target_shape import TargetShape, default_tap_layers, read_target_shape
+
+DType = Literal["float32", "bfloat16"]
+LayerType = Literal["full_attention", "sliding_attention"]
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One table of the TOML file; unknown keys are errors."""
+
+
+class ModelConfig(Section):
+    """The frozen target."""
+
+    path: str  # a folder with config.json, and with safetensors unless random_init
+    random_init: bool = False  # weights made from the seed instead of read from the folder
+    dtype: DType = "bfloat16"  # of the target's forward
+
+
+class DraftConfig(Section):
+    """The draft model; 0 and [] mean "as the target" or "by the rule"."""
+
+    num_layers: int = 5
+    block_size: int = 16
+    mask_token_id: int  # a vocabulary id that text never contains, never pad or eos
+    tap_layers: list[int] = []  # zero-based decoder layers of the target
+    layer_types: list[LayerType] = []  # [] means full attention everywhere
+    sliding_window: int = 0
+    num_attention_heads: int = 0
+    num_key_value_heads: int = 0
+    head_dim: int = 0
+    intermediate_size: int = 0
+    dtype: DType = "bfloat16"  # of the weights in the step; the master weights are float32
+
+
+class SyntheticConfig(Section):
+    """Made-up data: random periodic token sequences, written into the run directory."""
+
+    num_samples: int
+    num_eval_samples: int
+    min_length: int
+    max_length: int
+
+
+class DataConfig(Section):
+    """Prepared data sets (see launch.prepare)."""
+
+    path: str = ""
+    eval_path: str = ""  # "" means no evaluation
+    synthetic: SyntheticConfig | None = None  # instead of both paths
+
+
+class PlanConfig(Section):
+    """Which samples make which batch; part of the identity of a run."""
+
+    bucket_lengths: list[int]  # upper bounds in tokens, ascending
+    max_tokens_per_batch: int  # also the capacity of a slot
+    max_samples_per_batch: int = 64
+    batches_per_step: int  # over all drafters; accumulation is batches_per_step / drafters
+    epochs: int = 1
+
+
+class RingConfig(Section):
+    """The shared-memory ring of each target."""
+
+    num_slots: int = 4
+    layout: Literal["packed", "split"] = "packed"
+    dtype: DType = "bfloat16"  # of the hidden states in transit
+
+
+class ActorsConfig(Section):
+    """One process per entry of `devices`."""
+
+    devices: list[str]
+    num_threads: int = 1
+
+
+class TrainConfig(Section):
+    """Loss, anchors and optimizer."""
+
+    learning_rate: float = 6e-4
+    warmup_ratio: float = 0.04
+    max_grad_norm: float = 1.0
+    weight_decay: float = 0.0
+    decay_gamma: float = 7.0  # weight of slot k is exp(-(k - 1) / gamma)
+    anchors_per_document: int = 512
+    anchors_per_batch: int = 4096  # constant number of blocks in a step
+    noise: Literal["off", "uniform", "gaussian"] = "off"
+    noise_scale: float = 0.05
+    max_nonfinite_steps: int = 5  # in a row; one more ends the run
+
+
+class EvaluationConfig(Section):
+    """Exact greedy acceptance on the evaluation set, before step 1 and after the last step."""
+
+    every_steps: int = 0  # and after every so many steps; 0 means only first and last
+
+
+class CheckpointConfig(Section):
+    """When the drafters save; they also save after the last step and when stopped."""
+
+    every_steps: int = 500
+    keep: int = 2
+
+
+class SupervisionConfig(Section):
+    """When an actor is restarted, and when the run gives up."""
+
+    max_restarts: int = 5  # per actor within the window
+    window_s: float = 60.0
+    backoff_s: float = 0.5  # doubled with every restart in the window
+    ready_timeout_s: float = 900.0  # from start to ready: loading and warm-up
+    stall_timeout_s: float = 300.0  # no progress for longer: dumped, killed, restarted
+    stop_timeout_s: float = 60.0  # from a stop request to the kill
+
+
+class Config(Section):
+    """A whole run. `target_shape` is filled in by `load`, never by a person."""
+
+    seed: int = 0
+    model: ModelConfig
+    draft: DraftConfig
+    data: DataConfig
+    plan: PlanConfig
+    ring: RingConfig = RingConfig()
+    targets: ActorsConfig
+    drafters: ActorsConfig
+    train: TrainConfig = TrainConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    supervision: SupervisionConfig = SupervisionConfig()
+    target_shape: TargetShape | None = None
+
+    @property
+    def shape(self) -> TargetShape:
+        """The shape of the target of a loaded configuration."""
+        assert self.target_shape is not None, "the configuration was not loaded by load() or read()"
+        return self.target_shape
+
+    @property
+    def num_targets(self) -> int:
+        """Number of target processes, and of rings."""
+        return len(self.targets.devices)
+
+    @property
+    def num_drafters(self) -> int:
+        """Number of drafter processes: the data-parallel world size."""
+        return len(self.drafters.devices)
+
+    @property
+    def accumulation(self) -> int:
+        """Batches per drafter and optimizer step."""
+        return self.plan.batches_per_step // self.num_drafters
+
+
+def load(path: Path, overrides: list[str]) -> Config:
+    """Read a TOML file, apply `key=value` overrides, check everything, fill in the defaults.
+
+    Raises:
+        ConfigError: the file, a key or a combination of keys is wrong; the message names the key.
+    """
+    try:
+        tree = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from error
+    for override in overrides:
+        _apply_override(tree, override)
+    if "target_shape" in tree:
+        raise ConfigError(f"{path}: target_shape is read from the model folder, not set")
+    try:
+        config = msgspec.convert(tree, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {_name_the_key(str(error))}") from error
+    config = _fill_in(config)
+    _check(config)
+    return config
+
+
+def read(run_dir: Path) -> Config:
+    """Read `<run>/config.json` as `write` left it."""
+    path = run_dir / "config.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Config)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path}: {_name_the_key(str(error))}") from error
+
+
+def write(config: Config, run_dir: Path) -> None:
+    """Write `<run>/config.json` in one piece."""
+    aside = run_dir / "config.json.new"
+    aside.write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n")
+    aside.replace(run_dir / "config.json")
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"--set {override}: needed key=value, such as ring.num_slots=8")
+    try:
+        value: Any = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a bare word is a string
+    *tables, name = key.split(".")
+    for table in tables:
+        tree = tree.setdefault(table, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"--set {override}: {table} is a value, not a table")
+    tree[name] = value
+
+
+def _name_the_key(message: str) -> str:
+    """msgspec writes the place as `$.ring.num_slots`; people write `ring.num_slots`."""
+    return message.replace("`$.", "`").replace("- at `$`", "at the top level").replace(" - at", " at")
+
+
+def _fill_in(config: Config) -> Config:
+    shape = read_target_shape(Path(config.model.path).expanduser())
+    draft = config.draft
+    draft = msgspec.structs.replace(
+        draft,
+        tap_layers=draft.tap_layers or default_tap_layers(shape.num_hidden_layers, draft.num_layers),
+        layer_types=draft.layer_types or ["full_attention"] * draft.num_layers,
+        num_attention_heads=draft.num_attention_heads or shape.num_attention_heads,
+        num_key_value_heads=draft.num_key_value_heads or shape.num_key_value_heads,
+        head_dim=draft.head_dim or shape.head_dim,
+        intermediate_size=draft.intermediate_size or shape.intermediate_size,
+    )
+    return msgspec.structs.replace(config, draft=draft, target_shape=shape)
+
+
+def _check(config: Config) -> None:
+    """Raise ConfigError for the first rule that does not hold."""
+    draft, plan, shape = config.draft, config.plan, config.shape
+    taps, buckets = draft.tap_layers, plan.bucket_lengths
+    rules: list[tuple[bool, str]] = [
+        (bool(config.targets.devices), "targets.devices: needed at least one device, found none"),
+        (bool(config.drafters.devices), "drafters.devices: needed at least one device, found none"),
+        (draft.num_layers >= 1, f"draft.num_layers: needed at least 1, found {draft.num_layers}"),
+        (draft.block_size >= 2, f"draft.block_size: needed at least 2, found {draft.block_size}"),
+        (
+            0 <= draft.mask_token_id < shape.vocab_size,
+            f"draft.mask_token_id: needed an id below the vocabulary size {shape.vocab_size}, found {draft.mask_token_id}",
+        ),
+        (
+            taps == sorted(set(taps)) and 0 <= taps[0] and taps[-1] < shape.num_hidden_layers,
+            f"draft.tap_layers: needed ascending layers from 0 to {shape.num_hidden_layers - 1}, found {taps}",
+        ),
+        (
+            len(draft.layer_types) == draft.num_layers,
+            f"draft.layer_types: needed {draft.num_layers} (draft.num_layers), found {len(draft.layer_types)}",
+        ),
+        (
+            "sliding_attention" not in draft.layer_types or draft.sliding_window >= 1,
+            f"draft.sliding_window: needed at least 1 for sliding layers, found {draft.sliding_window}",
+        ),
+        (
+            draft.num_attention_heads % draft.num_key_value_heads == 0,
+            f"draft.num_attention_heads: needed a multiple of num_key_value_heads {draft.num_key_value_heads}, "
+            f"found {draft.num_attention_heads}",
+        ),
+        (
+            bool(buckets) and buckets == sorted(set(buckets)) and buckets[0] >= 1,
+            f"plan.bucket_lengths: needed ascending lengths, found {buckets}",
+        ),
+        (
+            bool(buckets) and plan.max_tokens_per_batch >= buckets[-1],
+            f"plan.max_tokens_per_batch: needed at least the longest bucket {buckets[-1:]}, found {plan.max_tokens_per_batch}",
+        ),
+        (plan.max_samples_per_batch >= 1, f"plan.max_samples_per_batch: needed at least 1, found {plan.max_samples_per_batch}"),
+        (
+            plan.batches_per_step >= 1 and plan.batches_per_step % config.num_drafters == 0,
+            f"plan.batches_per_step: needed a multiple of the {config.num_drafters} drafters, found {plan.batches_per_step}",
+        ),
+        (plan.epochs >= 1, f"plan.epochs: needed at least 1, found {plan.epochs}"),
+        (config.ring.num_slots >= 1, f"ring.num_slots: needed at least 1, found {config.ring.num_slots}"),
+        (
+            bool(config.data.path) != (config.data.synthetic is not None),
+            "data: needed either data.path or data.synthetic, found both or neither",
+        ),
+        (config.train.anchors_per_document >= 1, "train.anchors_per_document: needed at least 1"),
+        (
+            config.train.anchors_per_batch >= plan.max_samples_per_batch,
+            f"train.anchors_per_batch: needed at least plan.max_samples_per_batch {plan.max_samples_per_batch}, "
+            f"so that every document has an anchor, found {config.train.anchors_per_batch}",
+        ),
+        (config.train.decay_gamma > 0, f"train.decay_gamma: needed above 0, found {config.train.decay_gamma}"),
+        (
+            config.checkpoint.every_steps >= 1,
+            f"checkpoint.every_steps: needed at least 1, found {config.checkpoint.every_steps}",
+        ),
+        (config.checkpoint.keep >= 1, f"checkpoint.keep: needed at least 1, found {config.checkpoint.keep}"),
+    ]
+    for holds, message in rules:
+        if not holds:
+            raise ConfigError(message)
