@@ -17,11 +17,11 @@ DType = Literal["float32", "bfloat16"]
 LayerType = Literal["full_attention", "sliding_attention"]
 
 
-class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One table of the TOML file; unknown keys are errors."""
 
 
-class ModelConfig(Section):
+class ModelConfig(Section, frozen=True, kw_only=True):
     """The frozen target."""
 
     path: str  # a folder with config.json, and with safetensors unless random_init
@@ -29,7 +29,7 @@ class ModelConfig(Section):
     dtype: DType = "bfloat16"  # of the target's forward
 
 
-class DraftConfig(Section):
+class DraftConfig(Section, frozen=True, kw_only=True):
     """The draft model; 0 and [] mean "as the target" or "by the rule"."""
 
     num_layers: int = 5
@@ -45,7 +45,7 @@ class DraftConfig(Section):
     dtype: DType = "bfloat16"  # of the weights in the step; the master weights are float32
 
 
-class SyntheticConfig(Section):
+class SyntheticConfig(Section, frozen=True, kw_only=True):
     """Made-up data: random periodic token sequences, written into the run directory."""
 
     num_samples: int
@@ -54,7 +54,7 @@ class SyntheticConfig(Section):
     max_length: int
 
 
-class DataConfig(Section):
+class DataConfig(Section, frozen=True, kw_only=True):
     """Prepared data sets (see launch.prepare)."""
 
     path: str = ""
@@ -62,7 +62,7 @@ class DataConfig(Section):
     synthetic: SyntheticConfig | None = None  # instead of both paths
 
 
-class PlanConfig(Section):
+class PlanConfig(Section, frozen=True, kw_only=True):
     """Which samples make which batch; part of the identity of a run."""
 
     bucket_lengths: list[int]  # upper bounds in tokens, ascending
@@ -72,7 +72,7 @@ class PlanConfig(Section):
     epochs: int = 1
 
 
-class RingConfig(Section):
+class RingConfig(Section, frozen=True, kw_only=True):
     """The shared-memory ring of each target."""
 
     num_slots: int = 4
@@ -80,14 +80,14 @@ class RingConfig(Section):
     dtype: DType = "bfloat16"  # of the hidden states in transit
 
 
-class ActorsConfig(Section):
+class ActorsConfig(Section, frozen=True, kw_only=True):
     """One process per entry of `devices`."""
 
     devices: list[str]
     num_threads: int = 1
 
 
-class TrainConfig(Section):
+class TrainConfig(Section, frozen=True, kw_only=True):
     """Loss, anchors and optimizer."""
 
     learning_rate: float = 6e-4
@@ -102,20 +102,20 @@ class TrainConfig(Section):
     max_nonfinite_steps: int = 5  # in a row; one more ends the run
 
 
-class EvaluationConfig(Section):
+class EvaluationConfig(Section, frozen=True, kw_only=True):
     """Exact greedy acceptance on the evaluation set, before step 1 and after the last step."""
 
     every_steps: int = 0  # and after every so many steps; 0 means only first and last
 
 
-class CheckpointConfig(Section):
+class CheckpointConfig(Section, frozen=True, kw_only=True):
     """When the drafters save; they also save after the last step and when stopped."""
 
     every_steps: int = 500
     keep: int = 2
 
 
-class SupervisionConfig(Section):
+class SupervisionConfig(Section, frozen=True, kw_only=True):
     """When an actor is restarted, and when the run gives up."""
 
     max_restarts: int = 5  # per actor within the window
@@ -126,7 +126,7 @@ class SupervisionConfig(Section):
     stop_timeout_s: float = 60.0  # from a stop request to the kill
 
 
-class Config(Section):
+class Config(Section, frozen=True, kw_only=True):
     """A whole run. `target_shape` is filled in by `load`, never by a person."""
 
     seed: int = 0
@@ -245,67 +245,48 @@ def _fill_in(config: Config) -> Config:
 
 
 def _check(config: Config) -> None:
-    """Raise ConfigError for the first rule that does not hold."""
-    draft, plan, shape = config.draft, config.plan, config.shape
-    taps, buckets = draft.tap_layers, plan.bucket_lengths
-    rules: list[tuple[bool, str]] = [
-        (bool(config.targets.devices), "targets.devices: needed at least one device, found none"),
-        (bool(config.drafters.devices), "drafters.devices: needed at least one device, found none"),
-        (draft.num_layers >= 1, f"draft.num_layers: needed at least 1, found {draft.num_layers}"),
-        (draft.block_size >= 2, f"draft.block_size: needed at least 2, found {draft.block_size}"),
-        (
-            0 <= draft.mask_token_id < shape.vocab_size,
-            f"draft.mask_token_id: needed an id below the vocabulary size {shape.vocab_size}, found {draft.mask_token_id}",
-        ),
-        (
-            taps == sorted(set(taps)) and 0 <= taps[0] and taps[-1] < shape.num_hidden_layers,
-            f"draft.tap_layers: needed ascending layers from 0 to {shape.num_hidden_layers - 1}, found {taps}",
-        ),
-        (
-            len(draft.layer_types) == draft.num_layers,
-            f"draft.layer_types: needed {draft.num_layers} (draft.num_layers), found {len(draft.layer_types)}",
-        ),
-        (
-            "sliding_attention" not in draft.layer_types or draft.sliding_window >= 1,
-            f"draft.sliding_window: needed at least 1 for sliding layers, found {draft.sliding_window}",
-        ),
-        (
-            draft.num_attention_heads % draft.num_key_value_heads == 0,
-            f"draft.num_attention_heads: needed a multiple of num_key_value_heads {draft.num_key_value_heads}, "
-            f"found {draft.num_attention_heads}",
-        ),
-        (
-            bool(buckets) and buckets == sorted(set(buckets)) and buckets[0] >= 1,
-            f"plan.bucket_lengths: needed ascending lengths, found {buckets}",
-        ),
-        (
-            bool(buckets) and plan.max_tokens_per_batch >= buckets[-1],
-            f"plan.max_tokens_per_batch: needed at least the longest bucket {buckets[-1:]}, found {plan.max_tokens_per_batch}",
-        ),
-        (plan.max_samples_per_batch >= 1, f"plan.max_samples_per_batch: needed at least 1, found {plan.max_samples_per_batch}"),
-        (
-            plan.batches_per_step >= 1 and plan.batches_per_step % config.num_drafters == 0,
-            f"plan.batches_per_step: needed a multiple of the {config.num_drafters} drafters, found {plan.batches_per_step}",
-        ),
-        (plan.epochs >= 1, f"plan.epochs: needed at least 1, found {plan.epochs}"),
-        (config.ring.num_slots >= 1, f"ring.num_slots: needed at least 1, found {config.ring.num_slots}"),
-        (
-            bool(config.data.path) != (config.data.synthetic is not None),
-            "data: needed either data.path or data.synthetic, found both or neither",
-        ),
-        (config.train.anchors_per_document >= 1, "train.anchors_per_document: needed at least 1"),
-        (
-            config.train.anchors_per_batch >= plan.max_samples_per_batch,
-            f"train.anchors_per_batch: needed at least plan.max_samples_per_batch {plan.max_samples_per_batch}, "
-            f"so that every document has an anchor, found {config.train.anchors_per_batch}",
-        ),
-        (config.train.decay_gamma > 0, f"train.decay_gamma: needed above 0, found {config.train.decay_gamma}"),
-        (
-            config.checkpoint.every_steps >= 1,
-            f"checkpoint.every_steps: needed at least 1, found {config.checkpoint.every_steps}",
-        ),
-        (config.checkpoint.keep >= 1, f"checkpoint.keep: needed at least 1, found {config.checkpoint.keep}"),
-    ]
-    for holds, message in rules:
-        if not holds:
-            raise ConfigError(message)
+    _check_draft(config.draft, config.shape)
+    _check_plan(config.plan, config.num_drafters)
+    train, checkpoint, data = config.train, config.checkpoint, config.data
+    samples = config.plan.max_samples_per_batch
+    _need(bool(config.targets.devices), "targets.devices", "at least one device", "none")
+    _need(config.ring.num_slots >= 1, "ring.num_slots", "at least 1", config.ring.num_slots)
+    _need(bool(data.path) != (data.synthetic is not None), "data", "either data.path or data.synthetic", "both or neither")
+    _need(train.anchors_per_document >= 1, "train.anchors_per_document", "at least 1", train.anchors_per_document)
+    fits = train.anchors_per_batch >= samples
+    _need(fits, "train.anchors_per_batch", f"at least plan.max_samples_per_batch {samples}", train.anchors_per_batch)
+    _need(train.decay_gamma > 0, "train.decay_gamma", "above 0", train.decay_gamma)
+    _need(checkpoint.every_steps >= 1, "checkpoint.every_steps", "at least 1", checkpoint.every_steps)
+    _need(checkpoint.keep >= 1, "checkpoint.keep", "at least 1", checkpoint.keep)
+
+
+def _check_draft(draft: DraftConfig, shape: TargetShape) -> None:
+    taps, heads, groups = draft.tap_layers, draft.num_attention_heads, draft.num_key_value_heads
+    sliding = "sliding_attention" in draft.layer_types
+    _need(draft.num_layers >= 1, "draft.num_layers", "at least 1", draft.num_layers)
+    _need(draft.block_size >= 2, "draft.block_size", "at least 2", draft.block_size)
+    known = 0 <= draft.mask_token_id < shape.vocab_size
+    _need(known, "draft.mask_token_id", f"an id below the vocabulary size {shape.vocab_size}", draft.mask_token_id)
+    ascending = taps == sorted(set(taps)) and taps[0] >= 0 and taps[-1] < shape.num_hidden_layers
+    _need(ascending, "draft.tap_layers", f"ascending from 0 to {shape.num_hidden_layers - 1}", taps)
+    _need(len(draft.layer_types) == draft.num_layers, "draft.layer_types", f"{draft.num_layers} entries", draft.layer_types)
+    _need(not sliding or draft.sliding_window >= 1, "draft.sliding_window", "at least 1", draft.sliding_window)
+    _need(heads % groups == 0, "draft.num_attention_heads", f"a multiple of num_key_value_heads {groups}", heads)
+
+
+def _check_plan(plan: PlanConfig, num_drafters: int) -> None:
+    buckets = plan.bucket_lengths
+    ascending = bool(buckets) and buckets == sorted(set(buckets)) and buckets[0] >= 1
+    _need(ascending, "plan.bucket_lengths", "ascending lengths", buckets)
+    fits = plan.max_tokens_per_batch >= buckets[-1]
+    _need(fits, "plan.max_tokens_per_batch", f"room for the longest bucket {buckets[-1]}", plan.max_tokens_per_batch)
+    _need(plan.max_samples_per_batch >= 1, "plan.max_samples_per_batch", "at least 1", plan.max_samples_per_batch)
+    _need(num_drafters >= 1, "drafters.devices", "at least one device", "none")
+    shared = plan.batches_per_step >= 1 and plan.batches_per_step % num_drafters == 0
+    _need(shared, "plan.batches_per_step", f"a multiple of the {num_drafters} drafters", plan.batches_per_step)
+    _need(plan.epochs >= 1, "plan.epochs", "at least 1", plan.epochs)
+
+
+def _need(holds: bool, key: str, needed: str, found: object) -> None:
+    if not holds:
+        raise ConfigError(f"{key}: needed {needed}, found {found}")
