@@ -1,0 +1,170 @@
+"""The checkpoints of a run: `<run>/checkpoints/step-00000100/` with the weights, the optimizer and the cursor.
+
+The position of a run is one integer, kept in the same folder as the weights: both are there or neither is.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from common.config import Config, LayerType
+from common.errors import CheckpointError
+from services.drafter.durable_folder import durable_folder, remove_folder, remove_leftovers
+
+
+class DraftIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a draft model is: weights of another identity are not its weights."""
+
+    block_size: int
+    mask_token_id: int
+    tap_layers: list[int]
+    layer_types: list[LayerType]
+    sliding_window: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The content of checkpoint.json; `next_batch` is the first batch of the run that is not in the weights."""
+
+    step: int
+    next_batch: int
+    plan_hash: str
+    draft: DraftIdentity
+    metrics: dict[str, float]
+
+
+def draft_identity(config: Config) -> DraftIdentity:
+    """The identity of the draft model that `config` describes."""
+    draft, shape = config.draft, config.shape
+    return DraftIdentity(
+        block_size=draft.block_size,
+        mask_token_id=draft.mask_token_id,
+        tap_layers=draft.tap_layers,
+        layer_types=draft.layer_types,
+        sliding_window=draft.sliding_window,
+        hidden_size=shape.hidden_size,
+        intermediate_size=draft.intermediate_size,
+        num_attention_heads=draft.num_attention_heads,
+        num_key_value_heads=draft.num_key_value_heads,
+        head_dim=draft.head_dim,
+        rms_norm_eps=shape.rms_norm_eps,
+        rope_theta=shape.rope_theta,
+    )
+
+
+def checkpoint_folder(run_dir: Path, step: int) -> Path:
+    """Where the checkpoint of an optimizer step lies."""
+    return run_dir / "checkpoints" / f"step-{step:08d}"
+
+
+def save(run_dir: Path, checkpoint: Checkpoint, weights: Mapping[str, Tensor], optimizer: Mapping[str, Any], keep: int) -> Path:
+    """Write a checkpoint, then remove all but the newest `keep`; called by rank 0 only.
+
+    Args:
+        run_dir: the run directory.
+        checkpoint: the cursor and the identities.
+        weights: master weights, float32, by parameter name.
+        optimizer: the optimizer's state_dict: tensors, numbers, lists and dicts.
+        keep: how many checkpoints stay, at least 1.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        CheckpointError: the disk is full or cannot be written. What was there before is still there.
+    """
+    folder = checkpoint_folder(run_dir, checkpoint.step)
+    if folder.exists():  # stopped again where it was resumed: the same step of the same plan is the same state
+        existing = read_checkpoint(folder)
+        _check(folder, existing, checkpoint.draft)
+        _check_plan(folder, existing, checkpoint.plan_hash)
+        return folder
+    clean(run_dir)
+    with durable_folder(folder) as aside:
+        _write_tensors(aside / "model.pt", dict(weights))
+        _write_tensors(aside / "optimizer.pt", dict(optimizer))
+        (aside / "checkpoint.json").write_bytes(msgspec.json.format(msgspec.json.encode(checkpoint), indent=2) + b"\n")
+    for old in _complete(run_dir)[:-keep]:
+        remove_folder(old)
+    return folder
+
+
+def clean(run_dir: Path) -> None:
+    """Remove what killed saves left behind; called at the start of a run."""
+    remove_leftovers(run_dir / "checkpoints")
+
+
+def latest(run_dir: Path) -> Path | None:
+    """The newest complete checkpoint of a run, or None."""
+    return next(reversed(_complete(run_dir)), None)
+
+
+def load(folder: Path, draft: DraftIdentity, plan_hash: str) -> tuple[Checkpoint, dict[str, Tensor], dict[str, Any]]:
+    """Read what `save` wrote, onto the CPU: checkpoint, master weights, optimizer state.
+
+    Raises:
+        CheckpointError: unreadable, of another plan, or of another draft model; the message has both values.
+    """
+    checkpoint, weights = load_weights(folder, draft)
+    _check_plan(folder, checkpoint, plan_hash)
+    return checkpoint, weights, _read_tensors(folder / "optimizer.pt")
+
+
+def load_weights(folder: Path, draft: DraftIdentity) -> tuple[Checkpoint, dict[str, Tensor]]:
+    """As `load`, of any plan and without the optimizer."""
+    checkpoint = read_checkpoint(folder)
+    _check(folder, checkpoint, draft)
+    return checkpoint, _read_tensors(folder / "model.pt")
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Read checkpoint.json alone."""
+    path = folder / "checkpoint.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Checkpoint)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise CheckpointError(f"{path}: not a checkpoint: {error}") from error
+
+
+def _complete(run_dir: Path) -> list[Path]:
+    """Oldest first; a folder gets such a name only when all of it is on disk."""
+    folders = (run_dir / "checkpoints").glob("step-*")
+    return sorted(folder for folder in folders if re.fullmatch(r"step-\d{8,}", folder.name))
+
+
+def _check(folder: Path, checkpoint: Checkpoint, draft: DraftIdentity) -> None:
+    for field in draft.__struct_fields__:
+        needed, found = getattr(draft, field), getattr(checkpoint.draft, field)
+        if needed != found:
+            raise CheckpointError(f"{folder}: of another draft model: {field}: needed {needed}, found {found}")
+
+
+def _check_plan(folder: Path, checkpoint: Checkpoint, plan_hash: str) -> None:
+    if checkpoint.plan_hash != plan_hash:
+        raise CheckpointError(f"{folder}: of another batch plan: plan hash: needed {plan_hash}, found {checkpoint.plan_hash}")
+
+
+def _write_tensors(path: Path, tensors: dict[str, Any]) -> None:
+    with path.open("wb") as file:  # not by name: torch would hide why the disk refused
+        torch.save(tensors, file)
+
+
+def _read_tensors(path: Path) -> dict[str, Any]:
+    try:
+        tensors: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    return tensors
