@@ -109,7 +109,8 @@ class DraftLayer(nn.Module):
 class DraftModel(nn.Module):
     """DFlash (arXiv 2602.06036): target features enter every layer as keys and values, a block leaves in one pass.
 
-    The embedding and the head are the target's and not part of this module.
+    The embedding and the head are the target's and not part of this module. `windows` maps each layer type in use
+    to the window of its mask (0 for a full layer).
     """
 
     def __init__(self, config: Config) -> None:
@@ -118,6 +119,7 @@ class DraftModel(nn.Module):
         dtype: torch.dtype = getattr(torch, draft.dtype)
         self.head_dim, self.rope_theta = draft.head_dim, config.shape.rope_theta
         self.layer_types = list(draft.layer_types)
+        self.windows = {kind: draft.sliding_window if kind == "sliding_attention" else 0 for kind in draft.layer_types}
         self.fc = linear(len(draft.tap_layers) * hidden, hidden, dtype)
         self.hidden_norm = nn.RMSNorm(hidden, eps=eps, dtype=dtype)
         self.layers = nn.ModuleList(DraftLayer(config, dtype) for _ in range(draft.num_layers))

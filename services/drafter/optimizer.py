@@ -1,0 +1,124 @@
+"""AdamW on float32 master weights, data parallel, deciding on the device whether a step counts.
+
+Shapes: P parameter elements in all, M sums that travel with the gradients.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from common.config import TrainConfig
+
+
+def learning_rate(step: int, num_steps: int, peak: float, warmup_ratio: float) -> float:
+    """Linear warm-up over the first part, then a cosine to 0.
+
+    Args:
+        step: optimizer step from 0; the first has the rate peak / num_warmup_steps, step num_steps would have 0.
+        num_steps: optimizer steps of the whole run.
+        peak: the highest rate.
+        warmup_ratio: part of the steps that warm up, rounded up.
+    """
+    num_warmup_steps = math.ceil(warmup_ratio * num_steps)
+    if step < num_warmup_steps:
+        return peak * (step + 1) / num_warmup_steps
+    progress = (step - num_warmup_steps) / max(1, num_steps - num_warmup_steps)
+    return peak * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step leaves on the device; reading it on the host is the caller's choice of moment."""
+
+    loss: Tensor  # sums[0] / sums[1] over all ranks and batches of the step
+    grad_norm: Tensor  # before clipping
+    found_inf: Tensor  # 1.0 when the step was left out, else 0.0
+    sums: Tensor  # float32 [M], over all ranks and batches of the step
+
+
+class MasterAdamW:
+    """Gradients of a step are added up in one flat float32 buffer whose tail holds M sums: one all-reduce moves all.
+
+    sums[0] is the summed loss and sums[1] the summed weight that divides gradients and loss. The order of use is
+    `accumulate` after each backward pass, then once per step `reduce` and `step`.
+    """
+
+    def __init__(self, model: nn.Module, train: TrainConfig, num_steps: int, num_sums: int) -> None:
+        self.train, self.num_steps = train, num_steps
+        self.parameters: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.master = torch.cat([parameter.detach().float().flatten() for parameter in self.parameters])
+        self.buffer = torch.zeros(self.master.numel() + num_sums, device=self.master.device)
+        self.gradient, self.sums = self.buffer.split_with_sizes([self.master.numel(), num_sums])
+        self.adamw = torch.optim.AdamW([self.master], lr=0.0, weight_decay=train.weight_decay, fused=True)
+        self.master.grad = self.gradient
+        zero = torch.zeros((), device=self.master.device)
+        self.adamw.state[self.master] = {
+            "step": zero,
+            "exp_avg": torch.zeros_like(self.master),
+            "exp_avg_sq": torch.zeros_like(self.master),
+        }
+
+    @torch.no_grad()
+    def accumulate(self, sums: Tensor) -> None:
+        """Add every parameter's gradient and the sums [M] of one batch, and clear the gradients."""
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        assert len(gradients) == len(self.parameters), "a backward pass reaches every parameter"
+        torch._foreach_add_(self._views(self.gradient), gradients)
+        self.sums.add_(sums.detach())
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def reduce(self) -> None:
+        """Add up the buffers of all ranks, where there is more than one."""
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(self.buffer)
+
+    @torch.no_grad()
+    def step(self, step: int) -> StepResult:
+        """Divide by the weight, clip, update, copy the masters into the model, and empty the buffer.
+
+        A loss or gradient norm that is not finite leaves weights and state bit for bit as they were; every rank sees
+        the same reduced numbers and so decides the same. Nothing here waits for the device.
+
+        Args:
+            step: optimizer step from 0; decides the learning rate only.
+        """
+        divisor = torch.where(self.sums[1] > 0, self.sums[1], 1.0)
+        loss, grad_norm = self.sums[0] / divisor, torch.linalg.vector_norm(self.gradient) / divisor
+        found_inf = (~(loss.isfinite() & grad_norm.isfinite())).float()
+        result = StepResult(loss, grad_norm, found_inf, self.sums.clone())
+
+        self.gradient.mul_((self.train.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0) / divisor)
+        rate = learning_rate(step, self.num_steps, self.train.learning_rate, self.train.warmup_ratio)
+        self.adamw.param_groups[0]["lr"] = rate
+        self.adamw.found_inf = found_inf  # type: ignore[attr-defined]  # how GradScaler tells the fused kernel
+        self.adamw.step()
+        torch._foreach_copy_(self.parameters, self._views(self.master))
+        self.buffer.zero_()
+        return result
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Masters, moments and the number of counted steps: live tensors, flat in the order of model.parameters()."""
+        return {"master": self.master, **self.adamw.state[self.master]}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take over a state bit for bit, and set the model's parameters from it.
+
+        Raises:
+            ValueError: an entry is missing, or not of this model's size.
+        """
+        for name, own in self.state_dict().items():
+            if name not in state or state[name].shape != own.shape:
+                found = tuple(state[name].shape) if name in state else "none"
+                raise ValueError(f"optimizer state {name}: needed shape {tuple(own.shape)}, found {found}")
+            own.copy_(state[name])
+        torch._foreach_copy_(self.parameters, self._views(self.master))
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        """The flat tensor cut into the shapes of the parameters."""
+        pieces = flat.split_with_sizes([parameter.numel() for parameter in self.parameters])
+        return [piece.view_as(parameter) for piece, parameter in zip(pieces, self.parameters, strict=True)]
