@@ -1,0 +1,143 @@
+"""An actor's way to the exchange: ask, and wait for the answer, whatever dies in between.
+
+ZeroMQ loses what a dead peer had buffered, so sending is never delivery: a request is sent again
+until it is answered. One thread owns the socket; any thread may ask.
+"""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+
+import zmq
+
+from common import messages
+from common.errors import ProtocolError
+from common.messages import Incarnation, Refused, ReplyBody, Request, RequestBody
+
+RESEND_S = 0.1
+_WAKE_ADDRESS = "inproc://wake"
+
+
+class ChannelClosedError(Exception):
+    """The channel was closed, or its owner told to stop, before the answer came."""
+
+
+class _Pending:
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.answer: Future[ReplyBody] = Future()
+        self.due = 0.0
+
+
+class Channel:
+    """A DEALER socket to the exchange and the requests that wait for an answer."""
+
+    def __init__(self, address: str, sender: Incarnation) -> None:
+        self._sender = sender
+        self._ids = itertools.count(1)
+        self._new: SimpleQueue[tuple[int, _Pending]] = SimpleQueue()
+        self._closing = threading.Event()
+        self._context = zmq.Context()
+        self._wake = self._context.socket(zmq.PUSH)
+        self._wake.bind(_WAKE_ADDRESS)
+        self._wake_lock = threading.Lock()
+        self._thread = threading.Thread(target=self._carry, args=(address,), name="channel", daemon=True)
+        self._thread.start()
+
+    def request(self, body: RequestBody) -> "Future[ReplyBody]":
+        """Ask without waiting; the future holds the answer, or ProtocolError where it was refused."""
+        request_id = next(self._ids)
+        pending = _Pending(messages.encode(Request(request_id, self._sender, body)))
+        with self._wake_lock:
+            if self._closing.is_set():
+                raise ChannelClosedError
+            self._new.put((request_id, pending))
+            self._wake.send(b"")
+        return pending.answer
+
+    def ask(self, body: RequestBody, keep_waiting: Callable[[], bool]) -> ReplyBody:
+        """Ask and wait; `keep_waiting` is called some ten times a second and ends the wait by False."""
+        answer = self.request(body)
+        while True:
+            try:
+                return answer.result(timeout=RESEND_S)
+            except TimeoutError:
+                if not keep_waiting():
+                    raise ChannelClosedError from None
+
+    def close(self) -> None:
+        """Stop; whoever still waits gets ChannelClosedError."""
+        with self._wake_lock:
+            if self._closing.is_set():
+                return
+            self._closing.set()
+            self._wake.send(b"")
+        self._thread.join()
+        self._wake.close(linger=0)
+        self._context.term()
+
+    def _carry(self, address: str) -> None:
+        wake = self._context.socket(zmq.PULL)
+        wake.connect(_WAKE_ADDRESS)
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a peer that is not there
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RECONNECT_IVL, 20)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 100)
+        socket.connect(address)
+        pending: dict[int, _Pending] = {}
+        poller = zmq.Poller()
+        poller.register(wake, zmq.POLLIN)
+        poller.register(socket, zmq.POLLIN)
+        while not self._closing.is_set():
+            ready = dict(poller.poll(int(RESEND_S * 1000) if pending else None))
+            if wake in ready:
+                self._take_new(wake, pending)
+            if socket in ready:
+                _take_answers(socket, pending)
+            _send_due(socket, pending)
+        for _, waiting in [*pending.items(), *_drain(self._new)]:
+            waiting.answer.set_exception(ChannelClosedError())
+        wake.close(linger=0)
+        socket.close(linger=0)
+
+    def _take_new(self, wake: "zmq.Socket[bytes]", pending: dict[int, _Pending]) -> None:
+        while wake.poll(0):
+            wake.recv()
+        pending.update(_drain(self._new))
+
+
+def _drain(queue: "SimpleQueue[tuple[int, _Pending]]") -> list[tuple[int, _Pending]]:
+    items = []
+    while True:
+        try:
+            items.append(queue.get_nowait())
+        except Empty:
+            return items
+
+
+def _take_answers(socket: "zmq.Socket[bytes]", pending: dict[int, _Pending]) -> None:
+    while socket.poll(0):
+        reply = messages.decode_reply(socket.recv())
+        waiting = pending.pop(reply.id, None)
+        if waiting is None:
+            continue  # a second answer to a request that was sent twice
+        if isinstance(reply.body, Refused):
+            waiting.answer.set_exception(ProtocolError(reply.body.reason))
+        else:
+            waiting.answer.set_result(reply.body)
+
+
+def _send_due(socket: "zmq.Socket[bytes]", pending: dict[int, _Pending]) -> None:
+    now = time.monotonic()
+    for waiting in pending.values():
+        if waiting.due > now:
+            continue
+        try:
+            socket.send(waiting.data, zmq.NOBLOCK)
+        except zmq.Again:
+            return  # no exchange; the next round tries again
+        waiting.due = now + RESEND_S

@@ -1,0 +1,140 @@
+"""The life of an actor process, from its command line to its exit code.
+
+An actor dies with its supervisor, logs to its standard error (the supervisor points it at the log
+file), ends its loop on SIGTERM, and dumps all stacks to its log on SIGUSR1.
+"""
+
+import argparse
+import ctypes
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from common import config as configuration
+from common.addresses import actor_name, exchange_address
+from common.board import Notices
+from common.channel import Channel, ChannelClosedError
+from common.errors import CheckpointError, ConfigError, DataError, ModelError, ProtocolError, RunDirectoryBusyError
+from common.messages import PROTOCOL_VERSION, Hello, Incarnation, ReplyBody, RequestBody, Welcome
+from common.metrics import MetricsWriter
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_HOPELESS = 2  # a restart would fail in the same way
+_HOPELESS = (ConfigError, DataError, ModelError, CheckpointError, RunDirectoryBusyError)
+_PR_SET_PDEATHSIG = 1
+
+log = logging.getLogger(__name__)
+
+
+def start_time(pid: int) -> int:
+    """When a process started, in clock ticks since boot: field 22 of /proc/PID/stat."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+
+class Actor:
+    """What every actor has: its place in the run, its notice, its metrics, its way to the exchange."""
+
+    def __init__(self, role: str, args: argparse.Namespace) -> None:
+        self.args = args
+        self.run_dir: Path = args.run_dir
+        self.index: int = args.index
+        self.name = actor_name(role, args.index)
+        self.config = configuration.read(args.run_dir)
+        self.incarnation = Incarnation(role, args.index, os.getpid(), start_time(os.getpid()))
+        self.notices = Notices(args.board_fd, args.place, os.getpid())
+        self.metrics = MetricsWriter(args.run_dir, self.name)
+        self.stopping = False
+        self._channel: Channel | None = None
+        self._last_report_s = time.monotonic()
+
+    def join(self) -> Welcome:
+        """Open the way to the exchange and say Hello."""
+        self._channel = Channel(exchange_address(self.run_dir), self.incarnation)
+        welcome = self.ask(Hello(PROTOCOL_VERSION))
+        if not isinstance(welcome, Welcome):
+            raise ProtocolError(f"Hello: needed Welcome, found {welcome}")
+        return welcome
+
+    def ask(self, body: RequestBody) -> ReplyBody:
+        """Ask the exchange; the wait shows in the notice and ends by ChannelClosedError when told to stop."""
+        assert self._channel is not None, "join() comes first"
+        began = time.monotonic()
+        try:
+            return self._channel.ask(body, self._keep_waiting)
+        finally:
+            self.notices.add(waiting_s=time.monotonic() - began)
+
+    def every(self, interval_s: float, report: Callable[[], None]) -> None:
+        """Call `report` where the last call is longer ago than that."""
+        now = time.monotonic()
+        if now - self._last_report_s >= interval_s:
+            self._last_report_s = now
+            report()
+
+    def close(self) -> None:
+        """End the conversation with the exchange."""
+        if self._channel is not None:
+            self._channel.close()
+
+    def stop(self, signum: int, frame: FrameType | None) -> None:
+        """Signal handler: the main loop ends at its next turn."""
+        self.stopping = True
+
+    def _keep_waiting(self) -> bool:
+        self.notices.progress()
+        return not self.stopping
+
+
+def run_actor(role: str, main: Callable[[Actor], None], add_arguments: Callable[[Any], None] | None = None) -> None:
+    """Run an actor to its end and leave the process with its exit code."""
+    parser = argparse.ArgumentParser(prog=f"python -m services.{role}")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--index", type=int, required=True)
+    parser.add_argument("--place", type=int, required=True, help="record on the board")
+    parser.add_argument("--parent", type=int, required=True, help="pid of the supervisor")
+    parser.add_argument("--board-fd", type=int, required=True)
+    if add_arguments is not None:
+        add_arguments(parser)
+    args = parser.parse_args()
+    _die_with_parent(args.parent)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", stream=sys.stderr)
+    sys.exit(_live(role, args, main))
+
+
+def _live(role: str, args: argparse.Namespace, main: Callable[[Actor], None]) -> int:
+    """The one place of the process where exceptions end."""
+    try:
+        actor = Actor(role, args)
+        signal.signal(signal.SIGTERM, actor.stop)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's
+        log.info("---- %s started, pid %d ----", actor.name, os.getpid())
+        try:
+            main(actor)
+        except ChannelClosedError:
+            log.info("stopped while waiting")
+        finally:
+            actor.close()
+    except _HOPELESS as error:
+        log.error("%s", error)
+        return EXIT_HOPELESS
+    except Exception:
+        log.exception("failed")
+        return EXIT_FAILED
+    log.info("done")
+    return EXIT_DONE
+
+
+def _die_with_parent(parent: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        sys.exit(EXIT_FAILED)

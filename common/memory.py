@@ -1,0 +1,69 @@
+"""Anonymous shared memory that nobody can leak: memfds created by start_all, inherited by its children.
+
+A memfd has no name, needs no resource tracker, ignores the size of /dev/shm, outlives any child
+and vanishes with its last holder.
+"""
+
+import fcntl
+import mmap
+import os
+from pathlib import Path
+
+from common.errors import ConfigError
+
+PAGE_BYTES = 4096
+HUGE_PAGE_BYTES = 2 * 1024 * 1024
+_MADV_POPULATE_WRITE = 23  # linux/mman.h; Python 3.11 has no name for it
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple
+
+
+def create(name: str, num_bytes: int) -> int:
+    """Allocate `num_bytes` in full and return an inheritable file descriptor.
+
+    Allocating now makes too little memory an error here instead of SIGBUS at a later write;
+    the seals make a buggy truncate an error instead of SIGBUS in every process.
+    """
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, num_bytes)
+        os.posix_fallocate(fd, 0, num_bytes)
+    except OSError as error:
+        os.close(fd)
+        raise ConfigError(f"{name}: needed {num_bytes} bytes of shared memory: {error.strerror}") from error
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return fd
+
+
+def attach(fd: int) -> mmap.mmap:
+    """Map all of the memory behind `fd`, shared and writable, with every page present."""
+    mapping = mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    mapping.madvise(_MADV_POPULATE_WRITE)
+    return mapping
+
+
+def check_available(num_bytes: int) -> None:
+    """Raise ConfigError where the machine or the control group cannot hold `num_bytes` more."""
+    available = _available_bytes()
+    if num_bytes > available:
+        raise ConfigError(
+            f"ring.num_slots x targets.devices x plan.max_tokens_per_batch: needed {num_bytes / 2**30:.2f} GiB "
+            f"of shared memory, found {available / 2**30:.2f} GiB available"
+        )
+
+
+def _available_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            machine = int(line.split()[1]) * 1024
+            break
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+    except (OSError, ValueError):
+        return machine
+    return machine if limit == "max" else min(machine, int(limit) - used)

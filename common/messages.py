@@ -1,0 +1,160 @@
+"""Every message of the system: msgpack on the wire, typed here, one union per direction.
+
+An actor asks, the exchange answers. Every request may be sent again until it is answered and has
+the same effect however often it arrives. An answer to Work or Next may take as long as it takes.
+
+    actor                    exchange
+      Hello        ->          Welcome
+      Work         ->          Lease          a target may fill this slot
+      SlotReady    ->          Done | Stale
+      Next         ->          Grant | NoBatch | Finished
+      Release      ->          Done | Stale
+      ActorDied    ->          Done           from the supervisor only
+    anything else  ->          Refused
+"""
+
+from typing import Literal
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+BatchKind = Literal["train", "eval"]
+
+
+class Incarnation(msgspec.Struct, frozen=True):
+    """One life of an actor."""
+
+    role: str
+    index: int
+    pid: int
+    start_time: int  # clock ticks since boot, field 22 of /proc/PID/stat
+
+
+class Held(msgspec.Struct, frozen=True):
+    """A slot that a target was leased and whose SlotReady has not been answered yet."""
+
+    slot: int
+    generation: int
+
+
+class BatchInfo(msgspec.Struct, frozen=True):
+    """What the plan says of a batch."""
+
+    batch: int  # number in the run's one sequence
+    kind: BatchKind
+    epoch: int
+    step: int  # optimizer steps before this batch
+    closes: bool  # the last group of a step or of an evaluation
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """First words of an incarnation: what it held in its former life is reclaimed."""
+
+    protocol: int
+
+
+class Work(msgspec.Struct, frozen=True, tag=True):
+    """A target asks for a slot to fill."""
+
+    held: list[Held]
+
+
+class SlotReady(msgspec.Struct, frozen=True, tag=True):
+    """A target has filled a slot."""
+
+    slot: int
+    generation: int
+
+
+class Next(msgspec.Struct, frozen=True, tag=True):
+    """A drafter asks for a batch; it has no more need of its earlier ones."""
+
+    batch: int
+
+
+class Release(msgspec.Struct, frozen=True, tag=True):
+    """A drafter has copied a slot out; `intact` is false where the checksum was wrong."""
+
+    slot: int
+    generation: int
+    intact: bool
+
+
+class ActorDied(msgspec.Struct, frozen=True, tag=True):
+    """The kernel has reported the end of this process to the supervisor."""
+
+    pid: int
+    start_time: int
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """The identity and the length of the run."""
+
+    plan_hash: bytes
+    num_batches: int
+    num_steps: int
+
+
+class Lease(msgspec.Struct, frozen=True, tag=True):
+    """A slot to fill with a batch."""
+
+    slot: int
+    generation: int
+    info: BatchInfo
+    sample_ids: list[int]
+
+
+class Grant(msgspec.Struct, frozen=True, tag=True):
+    """A slot to copy out."""
+
+    slot: int
+    generation: int
+    info: BatchInfo
+
+
+class NoBatch(msgspec.Struct, frozen=True, tag=True):
+    """The place is padding: the rank takes part in the step with nothing of its own."""
+
+    info: BatchInfo
+
+
+class Finished(msgspec.Struct, frozen=True, tag=True):
+    """The sequence has no such batch: it is over."""
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """It is so, whether by this request or by an earlier copy of it."""
+
+
+class Stale(msgspec.Struct, frozen=True, tag=True):
+    """The right to that slot is gone; the request changed nothing."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The request cannot be answered."""
+
+    reason: str
+
+
+RequestBody = Hello | Work | SlotReady | Next | Release | ActorDied
+ReplyBody = Welcome | Lease | Grant | NoBatch | Finished | Done | Stale | Refused
+
+
+class Request(msgspec.Struct, frozen=True):
+    """What travels to the exchange; `id` rises within an incarnation."""
+
+    id: int
+    sender: Incarnation
+    body: RequestBody
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """What travels back; `id` is the request's."""
+
+    id: int
+    body: ReplyBody
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_request = msgspec.msgpack.Decoder(Request).decode
+decode_reply = msgspec.msgpack.Decoder(Reply).decode

@@ -1,0 +1,41 @@
+"""Figures over time: `<run>/metrics/<actor>.jsonl`, one JSON object per line, whole lines only."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from common.addresses import metrics_path
+
+
+class MetricsWriter:
+    """Appends to one actor's file; a line is one write, so a kill leaves no mixture of two."""
+
+    def __init__(self, run_dir: Path, name: str) -> None:
+        path = metrics_path(run_dir, name)
+        path.parent.mkdir(exist_ok=True)
+        _end_torn_line(path)
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def write(self, **figures: Any) -> None:
+        """Append one object; floats keep all their digits."""
+        os.write(self._fd, json.dumps(figures).encode() + b"\n")
+
+
+def read_metrics(run_dir: Path, name: str) -> Iterator[dict[str, Any]]:
+    """The objects of one actor's file, oldest first; a line torn by a kill is left out."""
+    path = metrics_path(run_dir, name)
+    if not path.exists():
+        return
+    for line in path.read_text().splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            continue
+
+
+def _end_torn_line(path: Path) -> None:
+    if path.exists() and (data := path.read_bytes()) and not data.endswith(b"\n"):
+        with path.open("ab") as file:
+            file.write(b"\n")

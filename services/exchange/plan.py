@@ -1,0 +1,139 @@
+"""Which samples make which batch: a pure function of the data sets, the seed and the plan settings.
+
+The run is one sequence of batches, cut into groups of G = plan.batches_per_step:
+
+    | evaluation | step 1 | step 2 | ... | step n | evaluation | step n+1 | ... | last step | evaluation |
+      e groups     1 group  1 group                  e groups
+
+Batch b is place b % G of group b // G. Places without a batch (the end of an evaluation, the end of
+the last step) are padding: the rank takes part with nothing of its own.
+
+An epoch: the samples of each length bucket are shuffled, sorted by length within windows so that
+batches have little padding, cut into batches of a fixed number of samples per bucket, and the
+batches of all buckets are shuffled. So every epoch has the same number of batches.
+"""
+
+import hashlib
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from common.config import Config, PlanConfig
+from common.errors import DataError
+from common.messages import BatchInfo, BatchKind
+
+_WINDOW_BATCHES = 32
+_HASH_BYTES = 16
+
+Batches = list[NDArray[np.int64]]  # the sample ids of each batch
+
+
+class _Group(NamedTuple):
+    kind: BatchKind
+    first: int  # number of its first batch among the batches of its kind
+    step: int  # optimizer steps before it
+    closes: bool
+
+
+class Plan:
+    """The sequence of a run; asked by number."""
+
+    def __init__(self, config: Config, lengths: NDArray[np.int32], eval_lengths: NDArray[np.int32]) -> None:
+        self._settings = config.plan
+        self._seed = config.seed
+        self._buckets = _bucket(lengths, config.plan, "data.path")
+        self._epochs: dict[int, Batches] = {}
+        self.batches_per_epoch = sum(
+            -(-len(ids) // samples_per_batch(config.plan, bucket)) for bucket, (ids, _) in enumerate(self._buckets)
+        )
+        self._eval_batches = _eval_batches(eval_lengths, config.plan)
+        self.num_steps = -(-self.batches_per_epoch * config.plan.epochs // config.plan.batches_per_step)
+        self._groups = self._lay_out(config.evaluation.every_steps)
+        self.num_batches = len(self._groups) * config.plan.batches_per_step
+
+    def info(self, batch: int) -> BatchInfo:
+        """What stands at place `batch` of the sequence."""
+        group, number = self._locate(batch)
+        epoch = number // self.batches_per_epoch if group.kind == "train" else 0
+        return BatchInfo(batch, group.kind, epoch, group.step, group.closes)
+
+    def sample_ids(self, batch: int) -> list[int]:
+        """The samples of a batch, in order; [] where the place is padding."""
+        group, number = self._locate(batch)
+        if group.kind == "eval":
+            return self._eval_batches[number].tolist() if number < len(self._eval_batches) else []
+        epoch, place = divmod(number, self.batches_per_epoch)
+        return self.epoch(epoch)[place].tolist() if epoch < self._settings.epochs else []
+
+    def epoch(self, epoch: int) -> Batches:
+        """All training batches of an epoch, in order. The two latest epochs asked for are kept."""
+        if epoch not in self._epochs:
+            while len(self._epochs) >= 2:
+                del self._epochs[next(iter(self._epochs))]
+            self._epochs[epoch] = _shuffled_batches(self._buckets, self._settings, self._seed, epoch)
+        return self._epochs[epoch]
+
+    def _locate(self, batch: int) -> tuple[_Group, int]:
+        index, place = divmod(batch, self._settings.batches_per_step)
+        group = self._groups[index]
+        return group, group.first + place
+
+    def _lay_out(self, every_steps: int) -> list[_Group]:
+        size = self._settings.batches_per_step
+        eval_groups = -(-len(self._eval_batches) // size)
+        groups: list[_Group] = []
+        for step in range(self.num_steps + 1):
+            if step in (0, self.num_steps) or (every_steps and step % every_steps == 0):
+                groups += [_Group("eval", i * size, step, i == eval_groups - 1) for i in range(eval_groups)]
+            if step < self.num_steps:
+                groups.append(_Group("train", step * size, step, True))
+        return groups
+
+
+def plan_hash(config: Config, fingerprint: str, eval_fingerprint: str) -> bytes:
+    """16 bytes that name the sequence: two runs with the same hash have the same batches."""
+    identity = [fingerprint, eval_fingerprint, config.seed, config.plan, config.evaluation]
+    return hashlib.blake2b(msgspec.json.encode(identity, order="deterministic"), digest_size=_HASH_BYTES).digest()
+
+
+def samples_per_batch(settings: PlanConfig, bucket: int) -> int:
+    """Rows of a batch of that bucket, so that even rows of full length fit into the token budget."""
+    return min(settings.max_samples_per_batch, settings.max_tokens_per_batch // settings.bucket_lengths[bucket])
+
+
+def _bucket(lengths: NDArray[np.int32], settings: PlanConfig, key: str) -> list[tuple[NDArray[np.int64], NDArray[np.int32]]]:
+    """(sample ids, lengths) per bucket; sample ids ascending."""
+    longest = settings.bucket_lengths[-1]
+    if len(lengths) and int(lengths.max()) > longest:
+        raise DataError(
+            f"{key}: needed samples of at most {longest} tokens (the longest of plan.bucket_lengths), "
+            f"found sample {int(lengths.argmax())} of {int(lengths.max())} tokens"
+        )
+    buckets = np.searchsorted(np.asarray(settings.bucket_lengths), lengths)
+    members = [np.flatnonzero(buckets == bucket) for bucket in range(len(settings.bucket_lengths))]
+    return [(ids, lengths[ids]) for ids in members]
+
+
+def _shuffled_batches(
+    buckets: list[tuple[NDArray[np.int64], NDArray[np.int32]]], settings: PlanConfig, seed: int, epoch: int
+) -> Batches:
+    random = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch])))
+    batches: Batches = []
+    for bucket, (ids, lengths) in enumerate(buckets):
+        size = samples_per_batch(settings, bucket)
+        order = random.permutation(len(ids))
+        window = np.arange(len(ids)) // (size * _WINDOW_BATCHES)
+        order = order[np.lexsort((lengths[order], window))]
+        batches += _cut(ids[order], size)
+    return [batches[i] for i in random.permutation(len(batches))]
+
+
+def _eval_batches(lengths: NDArray[np.int32], settings: PlanConfig) -> Batches:
+    buckets = _bucket(lengths, settings, "data.eval_path")
+    return [batch for bucket, (ids, _) in enumerate(buckets) for batch in _cut(ids, samples_per_batch(settings, bucket))]
+
+
+def _cut(ids: NDArray[np.int64], size: int) -> Batches:
+    return [ids[start : start + size] for start in range(0, len(ids), size)]

@@ -1,0 +1,257 @@
+"""Who gets what: requests in, replies out, slot states in between. No sockets, no time.
+
+Batches are produced in the order of the sequence and consumed by rank b % M, so order is never
+decided by timing. All that is kept here beside the slot table can be told again by the actors: the
+place of each drafter by its next Next, the wish of each target by its next Work.
+"""
+
+from typing import NamedTuple
+
+from common.errors import ProtocolError
+from common.messages import (
+    PROTOCOL_VERSION,
+    ActorDied,
+    Done,
+    Finished,
+    Grant,
+    Hello,
+    Incarnation,
+    Lease,
+    Next,
+    NoBatch,
+    Release,
+    Reply,
+    ReplyBody,
+    Request,
+    SlotReady,
+    Stale,
+    Welcome,
+    Work,
+)
+from common.slot_table import Owner, SlotState
+from services.exchange.leases import Edge, Leases
+from services.exchange.plan import Plan
+
+MAX_BAD_SLOTS = 3
+
+
+class Outgoing(NamedTuple):
+    """A reply and the socket identity it goes to."""
+
+    address: bytes
+    reply: Reply
+
+
+class _WaitingTarget(NamedTuple):
+    address: bytes
+    id: int
+    owner: Owner
+    held: set[tuple[int, int]]
+
+
+class _WaitingDrafter(NamedTuple):
+    address: bytes
+    id: int
+    owner: Owner
+    batch: int
+
+
+class Router:
+    """The decisions of the exchange."""
+
+    def __init__(self, plan: Plan, plan_hash: bytes, leases: Leases, num_drafters: int) -> None:
+        self._plan = plan
+        self._leases = leases
+        self._num_drafters = num_drafters
+        self._welcome = Welcome(plan_hash, plan.num_batches, plan.num_steps)
+        self._current: dict[tuple[str, int], Incarnation] = {}
+        self._cursors: dict[int, int] = {}  # rank -> the first batch that it still needs
+        self._last_next: dict[int, tuple[Incarnation, int]] = {}
+        self._targets: dict[int, _WaitingTarget] = {}
+        self._drafters: dict[int, _WaitingDrafter] = {}
+        self._bad_slots: dict[int, int] = {}  # ring -> wrong checksums in a row
+        self._outbox: list[Outgoing] = []
+
+    def handle(self, address: bytes, request: Request) -> list[Outgoing]:
+        """All replies that a request sets free, its own among them or not yet.
+
+        Raises:
+            ProtocolError: the request can never be answered.
+        """
+        self._outbox = []
+        if self._is_of_a_former_life(request.sender) and not isinstance(request.body, ActorDied):
+            self._send(address, request.id, Stale())
+        else:
+            answer = self._answer(address, request)
+            if answer is not None:
+                self._send(address, request.id, answer)
+        self._dispatch()
+        return self._outbox
+
+    def _answer(self, address: bytes, request: Request) -> ReplyBody | None:
+        sender, owner = request.sender, _owner(request.sender)
+        match request.body:
+            case Hello(protocol):
+                return self._greet(sender, protocol)
+            case ActorDied(pid, start_time):
+                self._bury(Owner(pid, start_time))
+                return Done()
+            case Work(held):
+                held_slots = {(lease.slot, lease.generation) for lease in held}
+                self._check_health(sender.index)
+                self._targets[sender.index] = _WaitingTarget(address, request.id, owner, held_slots)
+                return None
+            case SlotReady(slot, generation):
+                return self._publish(slot, generation, owner)
+            case Next(batch):
+                return self._move_cursor(sender, request.id, batch) or self._wait_for(address, request.id, sender, batch)
+            case Release(slot, generation, intact):
+                return self._release(slot, generation, owner, intact)
+
+    def _greet(self, sender: Incarnation, protocol: int) -> ReplyBody:
+        if protocol != PROTOCOL_VERSION:
+            raise ProtocolError(f"Hello: needed protocol version {PROTOCOL_VERSION}, found {protocol}")
+        if sender.role == "drafter" and not 0 <= sender.index < self._num_drafters:
+            raise ProtocolError(f"Hello: needed a drafter below {self._num_drafters}, found {sender.index}")
+        self._current[sender.role, sender.index] = sender
+        if sender.role == "target":
+            self._targets.pop(sender.index, None)
+            self._bad_slots.pop(sender.index, None)
+        else:
+            self._drafters.pop(sender.index, None)
+        self._bury_predecessors(sender)
+        return self._welcome
+
+    def _bury(self, owner: Owner) -> None:
+        self._leases.bury(owner)
+        self._targets = {ring: target for ring, target in self._targets.items() if target.owner != owner}
+        self._drafters = {rank: drafter for rank, drafter in self._drafters.items() if drafter.owner != owner}
+
+    def _bury_predecessors(self, sender: Incarnation) -> None:
+        """A successor starts only after the kernel reported its predecessor's end, so Hello proves it."""
+        state = SlotState.WRITING if sender.role == "target" else SlotState.READING
+        for slot, record in self._leases.in_state(state):
+            place = self._leases.ring_of(slot) if sender.role == "target" else record.batch % self._num_drafters
+            if place == sender.index and record.owner != _owner(sender):
+                self._leases.follow(slot, Edge.ABANDON if sender.role == "target" else Edge.RETURN)
+
+    def _is_of_a_former_life(self, sender: Incarnation) -> bool:
+        known = self._current.setdefault((sender.role, sender.index), sender)
+        return known.start_time > sender.start_time or (known.start_time == sender.start_time and known.pid > sender.pid)
+
+    def _check_health(self, ring: int) -> None:
+        if self._bad_slots.get(ring, 0) >= MAX_BAD_SLOTS:
+            raise ProtocolError(f"target-{ring}: {MAX_BAD_SLOTS} slots in a row arrived with a wrong checksum")
+
+    def _publish(self, slot: int, generation: int, owner: Owner) -> ReplyBody:
+        if self._leases.is_current(slot, generation, owner, SlotState.WRITING):
+            self._leases.follow(slot, Edge.PUBLISH)
+            return Done()
+        return self._by_generation(slot, generation)
+
+    def _release(self, slot: int, generation: int, owner: Owner, intact: bool) -> ReplyBody:
+        if not self._leases.is_current(slot, generation, owner, SlotState.READING):
+            return self._by_generation(slot, generation)
+        batch = self._leases.follow(slot, Edge.RELEASE).batch
+        ring = self._leases.ring_of(slot)
+        if intact:
+            self._cursors[batch % self._num_drafters] = batch + self._num_drafters
+            self._bad_slots[ring] = 0
+        else:
+            self._bad_slots[ring] = self._bad_slots.get(ring, 0) + 1
+        return Done()
+
+    def _by_generation(self, slot: int, generation: int) -> ReplyBody:
+        """A copy of a request that already took effect is Done; any other claim is Stale."""
+        if not 0 <= slot < len(self._leases):
+            raise ProtocolError(f"slot: needed 0 to {len(self._leases) - 1}, found {slot}")
+        return Done() if self._leases.read(slot).generation == generation else Stale()
+
+    def _move_cursor(self, sender: Incarnation, request_id: int, batch: int) -> ReplyBody | None:
+        rank = sender.index
+        if batch < 0 or batch % self._num_drafters != rank:
+            raise ProtocolError(f"Next: needed a batch b with b % {self._num_drafters} = {rank}, found {batch}")
+        last_sender, last_id = self._last_next.get(rank, (sender, 0))
+        if last_sender == sender and request_id < last_id:
+            return Stale()
+        self._last_next[rank] = (sender, request_id)
+        self._cursors[rank] = batch
+        for slot, record in self._leases.in_state(SlotState.READY):
+            if record.batch % self._num_drafters == rank and record.batch < batch:
+                self._leases.follow(slot, Edge.EVICT)
+        return None
+
+    def _wait_for(self, address: bytes, request_id: int, sender: Incarnation, batch: int) -> ReplyBody | None:
+        if batch >= self._plan.num_batches:
+            return Finished()
+        if not self._plan.sample_ids(batch):
+            return NoBatch(self._plan.info(batch))
+        self._drafters[sender.index] = _WaitingDrafter(address, request_id, _owner(sender), batch)
+        return None
+
+    def _dispatch(self) -> None:
+        """Grant what is ready, lease what is free, and make room for what is waited for."""
+        in_slots = self._leases.batches()
+        for rank, drafter in sorted(self._drafters.items()):
+            if drafter.batch in in_slots:
+                self._grant(rank, drafter, in_slots[drafter.batch])
+        for ring, target in list(self._targets.items()):  # in the order of asking
+            self._lease(ring, target)
+
+    def _grant(self, rank: int, drafter: _WaitingDrafter, slot: int) -> None:
+        record = self._leases.read(slot)
+        if record.state == SlotState.READY:
+            record = self._leases.grant(slot, drafter.owner)
+        if record.state == SlotState.READING and record.owner == drafter.owner:
+            del self._drafters[rank]
+            self._send(drafter.address, drafter.id, Grant(slot, record.generation, self._plan.info(record.batch)))
+
+    def _lease(self, ring: int, target: _WaitingTarget) -> None:
+        unanswered = [
+            (slot, record)
+            for slot, record in self._leases.in_state(SlotState.WRITING, ring)
+            if record.owner == target.owner and (slot, record.generation) not in target.held
+        ]
+        if unanswered:  # its Lease was lost on the way
+            slot, record = unanswered[0]
+        else:
+            batch = self._next_batch()
+            found = None if batch is None else self._room_in(ring, batch)
+            if batch is None or found is None:
+                return
+            slot, record = found, self._leases.lease(found, batch, target.owner)
+        del self._targets[ring]
+        lease = Lease(slot, record.generation, self._plan.info(record.batch), self._plan.sample_ids(record.batch))
+        self._send(target.address, target.id, lease)
+
+    def _next_batch(self) -> int | None:
+        """The earliest batch that some rank still needs and that is in no slot."""
+        in_slots = self._leases.batches()
+        missing = []
+        for batch in self._cursors.values():
+            while batch in in_slots:
+                batch += self._num_drafters
+            if batch < self._plan.num_batches and self._plan.sample_ids(batch):
+                missing.append(batch)
+        return min(missing, default=None)
+
+    def _room_in(self, ring: int, batch: int) -> int | None:
+        """A free slot of the ring; for a batch that a rank waits for, a later READY batch makes room."""
+        free = self._leases.in_state(SlotState.FREE, ring)
+        if free:
+            return free[0][0]
+        if all(drafter.batch != batch for drafter in self._drafters.values()):
+            return None
+        ready = self._leases.in_state(SlotState.READY, ring)
+        slot, record = max(ready, key=lambda item: item[1].batch, default=(None, None))
+        if slot is None or record is None or record.batch < batch:
+            return None
+        self._leases.follow(slot, Edge.EVICT)
+        return slot
+
+    def _send(self, address: bytes, request_id: int, body: ReplyBody) -> None:
+        self._outbox.append(Outgoing(address, Reply(request_id, body)))
+
+
+def _owner(incarnation: Incarnation) -> Owner:
+    return Owner(incarnation.pid, incarnation.start_time)
