@@ -1,0 +1,264 @@
+"""Every rule of the configuration names its key; the shipped configurations hold what they promise."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common import config
+from common.errors import ConfigError, ModelError
+from common.target_shape import default_tap_layers, read_target_shape
+
+CONFIGS = Path("launch/configs")
+TINY = CONFIGS / "tiny.toml"
+
+
+def make_target(folder: Path, **keys: Any) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(keys))
+    return folder
+
+
+def qwen3_8b(folder: Path) -> Path:
+    return make_target(
+        folder,
+        model_type="qwen3",
+        vocab_size=151936,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-6,
+        rope_theta=1000000,
+        max_position_embeddings=40960,
+    )
+
+
+def qwen3_6_27b(folder: Path) -> Path:
+    text = {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248320,
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25},
+        "max_position_embeddings": 262144,
+    }
+    return make_target(folder, model_type="qwen3_5", text_config=text, tie_word_embeddings=False)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("targets.devices=[]", "targets.devices: needed at least one device, found none"),
+        ("drafters.devices=[]", "drafters.devices: needed at least one device, found none"),
+        ("ring.num_slots=0", "ring.num_slots: needed at least 1, found 0"),
+        ("data={}", "data: needed either data.path or data.synthetic, found both or neither"),
+        ("data.path=somewhere", "data: needed either data.path or data.synthetic, found both or neither"),
+        ("train.anchors_per_document=0", "train.anchors_per_document: needed at least 1, found 0"),
+        ("train.anchors_per_batch=7", "train.anchors_per_batch: needed at least plan.max_samples_per_batch 8, found 7"),
+        ("train.decay_gamma=0", "train.decay_gamma: needed above 0, found 0.0"),
+        ("checkpoint.every_steps=0", "checkpoint.every_steps: needed at least 1, found 0"),
+        ("checkpoint.keep=0", "checkpoint.keep: needed at least 1, found 0"),
+        ("draft.num_layers=0", "draft.num_layers: needed at least 1, found 0"),
+        ("draft.block_size=1", "draft.block_size: needed at least 2, found 1"),
+        ("draft.mask_token_id=64", "draft.mask_token_id: needed an id below the vocabulary size 64, found 64"),
+        ("draft.mask_token_id=-1", "draft.mask_token_id: needed an id below the vocabulary size 64, found -1"),
+        ("draft.tap_layers=[2, 1]", "draft.tap_layers: needed ascending from 0 to 3, found [2, 1]"),
+        ("draft.tap_layers=[1, 1]", "draft.tap_layers: needed ascending from 0 to 3, found [1, 1]"),
+        ("draft.tap_layers=[1, 4]", "draft.tap_layers: needed ascending from 0 to 3, found [1, 4]"),
+        ("draft.tap_layers=[-1, 1]", "draft.tap_layers: needed ascending from 0 to 3, found [-1, 1]"),
+        ("draft.layer_types=['full_attention']", "draft.layer_types: needed 2 entries, found ['full_attention']"),
+        (
+            "draft.layer_types=['sliding_attention', 'full_attention']",
+            "draft.sliding_window: needed at least 1, found 0",
+        ),
+        ("draft.num_attention_heads=3", "draft.num_attention_heads: needed a multiple of num_key_value_heads 2, found 3"),
+        ("plan.bucket_lengths=[]", "plan.bucket_lengths: needed ascending lengths, found []"),
+        ("plan.bucket_lengths=[32, 16]", "plan.bucket_lengths: needed ascending lengths, found [32, 16]"),
+        ("plan.bucket_lengths=[16, 16]", "plan.bucket_lengths: needed ascending lengths, found [16, 16]"),
+        ("plan.bucket_lengths=[0, 16]", "plan.bucket_lengths: needed ascending lengths, found [0, 16]"),
+        ("plan.max_tokens_per_batch=63", "plan.max_tokens_per_batch: needed room for the longest bucket 64, found 63"),
+        ("plan.max_samples_per_batch=0", "plan.max_samples_per_batch: needed at least 1, found 0"),
+        ("plan.batches_per_step=0", "plan.batches_per_step: needed a multiple of the 2 drafters, found 0"),
+        ("plan.batches_per_step=3", "plan.batches_per_step: needed a multiple of the 2 drafters, found 3"),
+        ("plan.epochs=0", "plan.epochs: needed at least 1, found 0"),
+    ],
+)
+def test_a_value_that_does_not_fit_is_named(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.load(TINY, [override])
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("ring.num_slot=8", ["num_slot", "`ring`"]),
+        ("colour=1", ["colour"]),
+        ("ring.num_slots=many", ["int", "`ring.num_slots`"]),
+        ("ring.num_slots=2.5", ["int", "`ring.num_slots`"]),
+        ("ring.layout=heap", ["heap", "`ring.layout`"]),
+        ("model.dtype=float16", ["float16", "`model.dtype`"]),
+        ("targets.devices=cpu", ["array", "`targets.devices`"]),
+        ("plan={}", ["bucket_lengths", "`plan`"]),
+        ("target_shape={}", ["target_shape"]),
+    ],
+)
+def test_a_key_that_is_unknown_missing_or_of_another_type_is_named(override: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.load(TINY, [override])
+    message = str(caught.value)
+    assert message.startswith("launch/configs/tiny.toml: ")
+    assert all(word in message for word in words), message
+    assert "$" not in message
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("ring.num_slots", "--set ring.num_slots: needed key=value"),
+        ("=8", "--set =8: needed key=value"),
+        ("seed.deep=1", "--set seed.deep=1: seed is a value, not a table"),
+    ],
+)
+def test_an_override_that_is_not_one_is_named(tmp_path: Path, override: str, message: str) -> None:
+    seeded = tmp_path / "seeded.toml"
+    seeded.write_text("seed = 3\n" + TINY.read_text())
+    with pytest.raises(ConfigError) as caught:
+        config.load(seeded, [override])
+    assert message in str(caught.value)
+
+
+def test_overrides_are_typed_and_the_last_one_wins() -> None:
+    overrides = ["ring.num_slots=8", "seed=7", "train.noise=uniform", "draft.tap_layers=[0, 3]", "seed=9"]
+    loaded = config.load(TINY, overrides)
+    assert (loaded.ring.num_slots, loaded.seed, loaded.train.noise) == (8, 9, "uniform")
+    assert loaded.draft.tap_layers == [0, 3]
+    assert loaded.ring.layout == config.load(TINY, []).ring.layout
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"[model\n", "not TOML"), (b"\xff\xfe", "not TOML"), (b"", "model")],
+)
+def test_a_file_that_is_not_a_configuration_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "broken.toml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        config.load(path, [])
+    assert str(path) in str(caught.value)
+    assert message in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.toml: cannot be read: No such file"):
+        config.load(tmp_path / "absent.toml", [])
+
+
+def test_missing_keys_of_the_draft_come_from_the_target() -> None:
+    loaded = config.load(TINY, [])
+    draft, shape = loaded.draft, loaded.shape
+    assert (shape.model_type, shape.vocab_size, shape.hidden_size, shape.num_hidden_layers) == ("llama", 64, 32, 4)
+    assert (draft.num_attention_heads, draft.num_key_value_heads, draft.head_dim) == (4, 2, 8)
+    assert draft.intermediate_size == shape.intermediate_size == 64
+    assert draft.layer_types == ["full_attention", "full_attention"]
+    assert (loaded.num_targets, loaded.num_drafters, loaded.accumulation) == (2, 2, 1)
+
+
+def test_written_and_read_again_it_is_the_same(tmp_path: Path) -> None:
+    loaded = config.load(TINY, ["data.synthetic.num_samples=5", "supervision.window_s=1.5"])
+    config.write(loaded, tmp_path)
+    assert config.read(tmp_path) == loaded
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_run_directory_without_a_sound_config_json_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json: cannot be read"):
+        config.read(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json: "):
+        config.read(tmp_path)
+    (tmp_path / "config.json").write_text('{"seeds": 1}')
+    with pytest.raises(ConfigError, match=r"config\.json: .*seeds"):
+        config.read(tmp_path)
+
+
+def test_a_configuration_is_frozen() -> None:
+    loaded = config.load(TINY, [])
+    with pytest.raises(AttributeError):
+        loaded.seed = 1  # type: ignore[misc]
+
+
+def test_a_target_that_is_missing_or_incomplete_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"model\.path: needed a model folder, found no readable .*absent"):
+        config.load(TINY, [f"model.path={tmp_path / 'absent'}"])
+    with pytest.raises(ModelError, match="needed the key 'vocab_size'"):
+        read_target_shape(make_target(tmp_path / "short", model_type="llama"))
+    broken = make_target(tmp_path / "broken")
+    (broken / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="not JSON"):
+        read_target_shape(broken)
+
+
+def test_a_target_without_rope_theta_is_an_error_and_no_default(tmp_path: Path) -> None:
+    keys = json.loads((CONFIGS / "tiny_target" / "config.json").read_text())
+    del keys["rope_theta"], keys["rope_parameters"]
+    with pytest.raises(ModelError, match="rope_theta"):
+        read_target_shape(make_target(tmp_path / "target", **keys))
+
+
+def test_the_reference_run(tmp_path: Path) -> None:
+    loaded = config.load(CONFIGS / "qwen3_6_27b.toml", [f"model.path={qwen3_6_27b(tmp_path / 'target')}"])
+    draft = loaded.draft
+    assert (loaded.shape.hidden_size, loaded.shape.vocab_size, loaded.shape.rope_theta) == (5120, 248320, 1e7)
+    assert draft.tap_layers == default_tap_layers(64, 5)
+    assert draft.layer_types == ["sliding_attention"] * 4 + ["full_attention"]
+    assert (draft.sliding_window, draft.block_size, draft.mask_token_id) == (2048, 16, 248070)
+    assert (draft.num_attention_heads, draft.num_key_value_heads, draft.head_dim, draft.intermediate_size) == (
+        32,
+        8,
+        128,
+        17408,
+    )
+    assert loaded.targets.devices == [f"cuda:{i}" for i in range(5)]
+    assert loaded.drafters.devices == [f"cuda:{i}" for i in range(5, 8)]
+    assert (len(loaded.plan.bucket_lengths), loaded.plan.bucket_lengths[-1], loaded.plan.epochs) == (6, 8192, 6)
+    assert loaded.train.learning_rate == 6e-4
+
+
+def test_the_qwen3_8b_run(tmp_path: Path) -> None:
+    loaded = config.load(CONFIGS / "qwen3_8b.toml", [f"model.path={qwen3_8b(tmp_path / 'target')}"])
+    draft = loaded.draft
+    assert draft.tap_layers == default_tap_layers(36, 5)
+    assert draft.layer_types == ["full_attention"] * 5
+    assert (draft.num_attention_heads, draft.num_key_value_heads, draft.head_dim, draft.intermediate_size) == (
+        32,
+        8,
+        128,
+        12288,
+    )
+    assert draft.mask_token_id == 151669
+
+
+def test_the_demo_run(tmp_path: Path) -> None:
+    keys = json.loads((CONFIGS / "tiny_target" / "config.json").read_text()) | {"num_hidden_layers": 30, "vocab_size": 49152}
+    loaded = config.load(CONFIGS / "demo.toml", [f"model.path={make_target(tmp_path / 'target', **keys)}"])
+    assert loaded.draft.tap_layers == default_tap_layers(30, 2) == [1, 27]
+    assert set(loaded.targets.devices + loaded.drafters.devices) == {"cpu"}
+    assert (loaded.model.dtype, loaded.draft.dtype, loaded.ring.dtype) == ("float32", "float32", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("num_hidden_layers", "num_taps", "taps"),
+    [(36, 5, [1, 9, 17, 25, 33]), (64, 5, [1, 16, 31, 46, 61]), (36, 1, [18]), (30, 2, [1, 27])],
+)
+def test_taps_by_the_rule(num_hidden_layers: int, num_taps: int, taps: list[int]) -> None:
+    assert default_tap_layers(num_hidden_layers, num_taps) == taps

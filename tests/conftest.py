@@ -1,0 +1,18 @@
+"""Settings for every test: one thread per process, stacks on a crash, GPU tests only where there is a GPU."""
+
+import faulthandler
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+faulthandler.enable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked `gpu` where there is no CUDA device."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
