@@ -1,0 +1,39 @@
+"""The target's embedding and head as the drafter uses them: frozen, never saved with the draft model.
+
+V vocabulary, H hidden size.
+"""
+
+from pathlib import Path
+
+import torch
+
+from common.config import Config
+from common.errors import ModelError
+from common.weights import find_tensor, random_tensor, read_initializer_range, read_tensors
+
+_EMBEDDING = "embed_tokens.weight"
+_HEAD = "lm_head.weight"
+
+
+def load_embedding_and_head(config: Config, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both [V, H] in `config.draft.dtype`; one and the same tensor where the target ties them.
+
+    Raises:
+        ModelError: the folder, the weights or one of the tensors is missing, or a shape is not [V, H].
+    """
+    embedding = _load(config, _EMBEDDING, device)
+    head = embedding if config.shape.tie_word_embeddings else _load(config, _HEAD, device)
+    return embedding, head
+
+
+def _load(config: Config, suffix: str, device: torch.device) -> torch.Tensor:
+    folder = Path(config.model.path).expanduser()
+    shape = (config.shape.vocab_size, config.shape.hidden_size)
+    dtype: torch.dtype = getattr(torch, config.draft.dtype)
+    if config.model.random_init:
+        return random_tensor(suffix, shape, read_initializer_range(folder), config.seed, device, dtype)
+    name = find_tensor(folder, suffix)
+    tensor = read_tensors(folder, [name], device, dtype)[name]
+    if tensor.shape != shape:
+        raise ModelError(f"{folder}: needed {name} {list(shape)}, found {list(tensor.shape)}")
+    return tensor
