@@ -31,7 +31,7 @@ def durable_folder(folder: Path) -> Iterator[Path]:
         _sync(folder.parent)
     except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
-        cause = _operating_system_error(error)
+        cause = _disk_error(error)
         if cause is None:
             raise
         raise CheckpointError(f"{folder}: not written: {cause.strerror}; {_free_space(folder)}") from error
@@ -64,9 +64,9 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _operating_system_error(error: BaseException) -> OSError | None:
-    """The OSError behind an error: `torch.save` turns "no space left" into a RuntimeError of its own."""
-    link: BaseException | None = error
+def _disk_error(error: BaseException) -> OSError | None:
+    """The OSError that an error is, or hides: `torch.save` turns "no space left" into a RuntimeError of its own."""
+    link: BaseException | None = error if isinstance(error, OSError | RuntimeError) else None
     while link is not None and not isinstance(link, OSError):
         link = link.__context__
     return link

@@ -64,7 +64,7 @@ class BlockDrafter:
         """The block [B, H] whose anchor token comes right after the context, before the head."""
         block = [anchor_token] + [self._config.mask_token_id] * (self._config.block_size - 1)
         embeddings = self._embedding(torch.tensor(block, device=self._device))
-        masks = {kind: self._mask(kind) for kind in set(self._config.layer_types)}
+        masks = {layer_type: self._mask(window) for layer_type, window in self._draft.windows.items()}
         rows: Tensor = self._draft(embeddings, self._positions(len(block)), self._context, masks)
         return rows
 
@@ -78,7 +78,7 @@ class BlockDrafter:
         """Positions of rows right after the context."""
         return torch.arange(self._num_rows, self._num_rows + num_rows, device=self._device)
 
-    def _mask(self, layer_type: str) -> Tensor:
+    def _mask(self, sliding_window: int) -> Tensor:
         device = self._device
         return visibility_mask(
             anchors=torch.tensor([self._num_rows], device=device),
@@ -86,7 +86,7 @@ class BlockDrafter:
             context_documents=torch.zeros(self._num_rows, dtype=torch.long, device=device),
             block_valid=torch.ones(1, dtype=torch.bool, device=device),
             block_size=self._config.block_size,
-            sliding_window=self._config.sliding_window if layer_type == "sliding_attention" else 0,
+            sliding_window=sliding_window,
         )
 
 
