@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import FrameType
+from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from launch import bootstrap
@@ -90,19 +90,21 @@ def _remove(path: Path) -> None:
 
 def _run_shown(command: list[str]) -> int:
     """Run one command in a process group of its own, so that a Ctrl-C reaches it once: through us."""
+    signals: SimpleQueue[int] = SimpleQueue()
+    heeded = [signum for signum in PASSED_ON if signal.getsignal(signum) != signal.SIG_IGN]  # nohup ignores one
+    before = {signum: signal.signal(signum, lambda signum, _frame: signals.put(signum)) for signum in heeded}
     print(f"\n$ {shlex.join(command)}", flush=True)
     started_s = time.monotonic()
     child = subprocess.Popen(command, cwd=bootstrap.ROOT, stdin=subprocess.DEVNULL, process_group=0)
-
-    def pass_on(signum: int, _frame: FrameType | None) -> None:
-        child.send_signal(signum)
-
-    before = {signum: signal.signal(signum, pass_on) for signum in PASSED_ON}
-    code = child.wait()
+    while child.poll() is None:
+        try:
+            child.send_signal(signals.get(timeout=0.1))
+        except Empty:
+            continue
     for signum, handler in before.items():
         signal.signal(signum, handler)
-    print(f"[{time.monotonic() - started_s:.0f} s, exit code {code}]", flush=True)
-    return code if code >= 0 else 128 - code
+    print(f"[{time.monotonic() - started_s:.0f} s, exit code {child.returncode}]", flush=True)
+    return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
 def main() -> int:
