@@ -70,7 +70,8 @@ class Attention(nn.Module):
         return output
 
     def _split_heads(self, rows: Tensor) -> Tensor:
-        return rows.view(rows.shape[0], -1, self.head_dim).transpose(0, 1)
+        num_rows, width = rows.shape
+        return rows.view(num_rows, width // self.head_dim, self.head_dim).transpose(0, 1)
 
 
 class MLP(nn.Module):

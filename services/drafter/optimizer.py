@@ -86,7 +86,7 @@ class MasterAdamW:
         Args:
             step: optimizer step from 0; decides the learning rate only.
         """
-        divisor = torch.where(self.sums[1] > 0, self.sums[1], 1.0)
+        divisor = torch.where(self.sums[1] == 0, 1.0, self.sums[1])
         loss, grad_norm = self.sums[0] / divisor, torch.linalg.vector_norm(self.gradient) / divisor
         found_inf = (~(loss.isfinite() & grad_norm.isfinite())).float()
         result = StepResult(loss, grad_norm, found_inf, self.sums.clone())

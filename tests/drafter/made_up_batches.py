@@ -1,0 +1,105 @@
+"""A tiny configuration and made-up packed batches for the tests of the draft model."""
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.config import ActorsConfig, Config, DataConfig, DraftConfig, ModelConfig, PlanConfig, TrainConfig
+from common.target_shape import TargetShape
+from services.drafter.anchors import Bools, Ints
+from services.drafter.step import PackedBatch
+
+VOCAB_SIZE, HIDDEN_SIZE, NUM_TAPS, BLOCK_SIZE, MASK_TOKEN = 32, 32, 2, 4, 31
+
+
+def make_config(layer_types: list[Any] | None = None, sliding_window: int = 5, dtype: Any = "float32", **train: Any) -> Config:
+    """Two taps of a target with 4 heads of 8; one draft layer per entry of `layer_types`."""
+    layer_types = layer_types or ["sliding_attention", "full_attention"]
+    shape = TargetShape(
+        model_type="qwen3",
+        vocab_size=VOCAB_SIZE,
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=48,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        rms_norm_eps=1e-6,
+        rope_theta=1e4,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+    )
+    draft = DraftConfig(
+        num_layers=len(layer_types),
+        block_size=BLOCK_SIZE,
+        mask_token_id=MASK_TOKEN,
+        tap_layers=[1, 5],
+        layer_types=layer_types,
+        sliding_window=sliding_window,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        dtype=dtype,
+    )
+    return Config(
+        seed=3,
+        model=ModelConfig(path=""),
+        draft=draft,
+        data=DataConfig(),
+        plan=PlanConfig(bucket_lengths=[64], max_tokens_per_batch=256, batches_per_step=1),
+        targets=ActorsConfig(devices=["cpu"]),
+        drafters=ActorsConfig(devices=["cpu"]),
+        train=TrainConfig(**{"anchors_per_batch": 16, **train}),
+        target_shape=shape,
+    )
+
+
+def make_batch(lengths: list[int], prompt: int = 2, seed: int = 0, device: str = "cpu") -> PackedBatch:
+    """Random documents whose first `prompt` tokens are not supervised."""
+    random = np.random.default_rng(seed)
+    position_ids = np.concatenate([np.arange(length) for length in lengths])
+    features = random.standard_normal((sum(lengths), NUM_TAPS, HIDDEN_SIZE), dtype=np.float32)
+    return PackedBatch(
+        hidden_states=torch.from_numpy(features).to(device),
+        position_ids=torch.from_numpy(position_ids).to(device),
+        documents=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(device),
+        input_ids=random.integers(0, MASK_TOKEN, sum(lengths)),
+        loss_mask=position_ids >= prompt,
+        cu_seqlens=np.cumsum([0, *lengths]),
+        sample_ids=np.arange(len(lengths)) + 100,
+    )
+
+
+def metadata(batch: PackedBatch) -> tuple[Ints, Bools, Ints]:
+    """What `anchors` reads of a batch."""
+    return batch.input_ids, batch.loss_mask, batch.cu_seqlens
+
+
+def frozen_weights(seed: int = 0, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """Embedding and head, both [V, H]."""
+    generator = torch.Generator().manual_seed(seed)
+    embed, head = torch.randn(2, VOCAB_SIZE, HIDDEN_SIZE, generator=generator).to(device).unbind()
+    return embed, head
+
+
+def document_alone(batch: PackedBatch, document: int) -> PackedBatch:
+    """One document of a batch as a batch of its own."""
+    rows = slice(int(batch.cu_seqlens[document]), int(batch.cu_seqlens[document + 1]))
+    return PackedBatch(
+        hidden_states=batch.hidden_states[rows],
+        position_ids=batch.position_ids[rows],
+        documents=torch.zeros_like(batch.documents[rows]),
+        input_ids=batch.input_ids[rows],
+        loss_mask=batch.loss_mask[rows],
+        cu_seqlens=np.array([0, rows.stop - rows.start]),
+        sample_ids=batch.sample_ids[document : document + 1],
+    )
+
+
+def detached(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A copy that later steps do not change."""
+    return copy.deepcopy(state)

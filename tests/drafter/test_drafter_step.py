@@ -1,0 +1,114 @@
+"""The loss of a batch against its definition, learning, and no wait for the GPU."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from made_up_batches import BLOCK_SIZE, HIDDEN_SIZE, MASK_TOKEN, frozen_weights, make_batch, make_config, metadata
+
+from common.config import Config
+from services.drafter.anchors import all_blocks, choose_blocks
+from services.drafter.evaluation import evaluate_batch, with_features_of_another_document
+from services.drafter.loss import decay_weights
+from services.drafter.model import DraftModel
+from services.drafter.optimizer import MasterAdamW
+from services.drafter.step import PackedBatch, block_hidden, block_loss, num_sums, predict_blocks
+
+
+def test_sums_equal_their_definition() -> None:
+    config, batch, (embed, head) = make_config(anchors_per_batch=8), make_batch([9, 5]), frozen_weights()
+    model = DraftModel(config)
+    blocks = choose_blocks(*metadata(batch), batch.sample_ids, 0, config)
+    sums = block_loss(model, embed, head, batch, blocks, config)
+    hidden = block_hidden(model, embed, batch, blocks).view(-1, BLOCK_SIZE, HIDDEN_SIZE)
+    decay = decay_weights(BLOCK_SIZE, config.train.decay_gamma)
+    expected = torch.zeros(num_sums(BLOCK_SIZE))
+    for block, slot in np.argwhere(blocks.label_mask):
+        logits, label = head @ hidden[block, slot + 1], torch.tensor(blocks.labels[block, slot])
+        expected[0] += decay[slot] * F.cross_entropy(logits, label).detach()
+        expected[1] += decay[slot]
+        expected[2 + slot] += logits.argmax() == label
+        expected[2 + BLOCK_SIZE - 1 + slot] += 1
+    torch.testing.assert_close(sums.detach(), expected)
+    predictions = predict_blocks(model, embed, head, batch, blocks)
+    assert torch.equal(predictions, (hidden[:, 1:] @ head.T).argmax(-1))
+
+
+def test_padding_adds_nothing_to_loss_and_gradients() -> None:
+    batch, (embed, head) = make_batch([9, 5]), frozen_weights()
+    results = []
+    for size in (8, 32):
+        config = make_config(anchors_per_batch=size)
+        model = DraftModel(config)
+        sums = block_loss(model, embed, head, batch, next(all_blocks(*metadata(batch), config)), config)
+        sums[0].backward()  # type: ignore[no-untyped-call]
+        results.append([sums.detach(), *(parameter.grad for parameter in model.parameters())])
+    for few, many in zip(*results, strict=True):
+        torch.testing.assert_close(few, many)
+
+
+def test_a_batch_without_labels_gives_zero_gradients() -> None:
+    config, batch, (embed, head) = make_config(), make_batch([2, 2]), frozen_weights()
+    model = DraftModel(config)
+    sums = block_loss(model, embed, head, batch, choose_blocks(*metadata(batch), batch.sample_ids, 0, config), config)
+    sums[0].backward()  # type: ignore[no-untyped-call]
+    assert not sums.any()
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
+
+
+def knowing_batch(device: str = "cpu") -> PackedBatch:
+    """Random text whose taps at row t are the embeddings of tokens t + 2 and t + 3, for a draft to learn to read."""
+    batch, (embed, _) = make_batch([24, 17, 30, 12], seed=1, device=device), frozen_weights()
+    ahead = np.minimum(np.arange(len(batch.input_ids))[:, None] + [2, 3], len(batch.input_ids) - 1)
+    return replace(batch, hidden_states=embed[torch.from_numpy(batch.input_ids[ahead])].to(device))
+
+
+def train(model: DraftModel, batch: PackedBatch, config: Config, num_steps: int) -> None:
+    embed, head = frozen_weights(device=str(batch.hidden_states.device))
+    optimizer = MasterAdamW(model, config.train, num_steps, num_sums(BLOCK_SIZE))
+    for step in range(num_steps):
+        blocks = choose_blocks(*metadata(batch), batch.sample_ids, step, config)
+        sums = block_loss(model, embed, head, batch, blocks, config)
+        sums[0].backward()  # type: ignore[no-untyped-call]
+        optimizer.accumulate(sums)
+        optimizer.step(step)
+
+
+def test_a_draft_model_learns_to_read_the_features() -> None:
+    config, batch, weights = make_config(learning_rate=3e-3, anchors_per_batch=64), knowing_batch(), frozen_weights()
+    model = DraftModel(config)
+    untrained = evaluate_batch(model, *weights, batch, config).tau
+    train(model, batch, config, num_steps=200)
+    trained = evaluate_batch(model, *weights, batch, config).tau
+    foreign = evaluate_batch(model, *weights, with_features_of_another_document(batch), config).tau
+    assert untrained < 1.3
+    assert trained > 2.5
+    assert foreign < trained - 1.0
+
+
+def test_the_same_seed_gives_the_same_bits() -> None:
+    config, batch = make_config(), make_batch([20, 30])
+    models = [DraftModel(config), DraftModel(config)]
+    for model in models:
+        train(model, batch, config, num_steps=3)
+    states = [model.state_dict() for model in models]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+@pytest.mark.gpu
+def test_a_training_step_never_waits_for_the_gpu() -> None:
+    config, batch = make_config(dtype="bfloat16", anchors_per_batch=64), knowing_batch("cuda")
+    model = DraftModel(config).to("cuda")
+    embed, head = (weight.bfloat16() for weight in frozen_weights(device="cuda"))
+    optimizer = MasterAdamW(model, config.train, 4, num_sums(BLOCK_SIZE))
+    for step in range(4):
+        torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first step may set things up
+        sums = block_loss(model, embed, head, batch, choose_blocks(*metadata(batch), batch.sample_ids, step, config), config)
+        sums[0].backward()  # type: ignore[no-untyped-call]
+        optimizer.accumulate(sums)
+        result = optimizer.step(step)
+    torch.cuda.set_sync_debug_mode("default")
+    assert result.loss.isfinite()
+    assert MASK_TOKEN not in batch.input_ids
