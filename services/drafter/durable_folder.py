@@ -40,7 +40,9 @@ def durable_folder(folder: Path) -> Iterator[Path]:
 def remove_folder(folder: Path) -> None:
     """Remove a folder in such a way that half of it is never seen under its name."""
     if folder.exists():
-        leftover = folder.rename(folder.with_name(f".{folder.name}{ASIDE}"))
+        leftover = folder.with_name(f".{folder.name}{ASIDE}")
+        shutil.rmtree(leftover, ignore_errors=True)
+        folder.rename(leftover)
         shutil.rmtree(leftover)
 
 

@@ -1,112 +1,113 @@
-"""Acceptance tests 4 and 6: inference equals training, and speculative decoding equals plain decoding.
+"""Acceptance tests 4, 6 and 7: inference equals training, speculation equals greedy, the walk equals decoding.
 
-Shapes: T context rows, N blocks, B block size, K taps, H hidden, V vocabulary.
+Shapes: N blocks, B block size, V vocabulary.
 """
 
-from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Target
+from tiny_targets import make_target
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from common.config import Config
-from services.drafter.attention import visibility_mask
+from services.drafter.anchors import Blocks, all_blocks
+from services.drafter.evaluation import Acceptance, evaluate_batch
 from services.drafter.model import DraftModel
 from services.drafter.speculate import BlockDrafter, greedy, speculate
+from services.drafter.step import PackedBatch, block_hidden
 from services.drafter.target_cache import TargetCache
 
-MakeTarget = Callable[..., Target]
 PROMPTS = [[5], [9, 4], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [40, 41, 40, 41, 40]]
+RECURRENT = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "num_experts": 0,
+    "mlp_only_layers": [0, 1, 2, 3],
+}
+TARGETS = [
+    ("llama", {}),
+    ("llama", {"tie_word_embeddings": True}),
+    ("qwen3", {}),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}),
+    ("qwen3_next", RECURRENT),
+]
 
 
-def training_forward(
-    config: Config,
-    target: PreTrainedModel,
-    draft: DraftModel,
-    taps: Tensor,
-    tokens: Tensor,
-    lengths: list[int],
-    anchors: Tensor,
-) -> Tensor:
-    """All blocks of packed documents in one pass: [N * B, H]."""
-    size = config.draft.block_size
-    documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    masks = {
-        kind: visibility_mask(
-            anchors,
-            documents[anchors],
-            documents,
-            torch.ones(len(anchors), dtype=torch.bool),
-            size,
-            config.draft.sliding_window if kind == "sliding_attention" else 0,
-        )
-        for kind in set(config.draft.layer_types)
-    }
-    block_tokens = torch.full((len(anchors), size), config.draft.mask_token_id)
-    block_tokens[:, 0] = tokens[anchors]
-    block_positions = positions[anchors][:, None] + torch.arange(size)
-    context = draft.context_keys_values(draft.project_context(taps), positions)
-    embeddings = target.get_input_embeddings()(block_tokens.flatten())
-    hidden: Tensor = draft(embeddings, block_positions.flatten(), context, masks)
-    return hidden
+@torch.no_grad()
+def taps_of(config: Config, target: Any, document: list[int]) -> Tensor:
+    with TargetCache(target, config.draft.tap_layers) as cache:
+        return cache.append(document)[1]
 
 
-def overfit(config: Config, target: PreTrainedModel, documents: list[list[int]], num_steps: int) -> DraftModel:
-    """A draft model that has learnt the documents by heart, every anchor of them."""
-    draft, size = DraftModel(config), config.draft.block_size
-    with torch.no_grad():
-        taps = torch.cat([target_taps(config, target, document) for document in documents])
-    tokens = torch.tensor([token for document in documents for token in document])
+def pack(config: Config, target: Any, prompts: list[list[int]], answers: list[list[int]]) -> PackedBatch:
+    """Documents of prompt and answer, the answers supervised, with the target's own features."""
+    documents = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
     lengths = [len(document) for document in documents]
-    ends = torch.tensor(lengths).cumsum(0)
-    anchors = torch.cat([torch.arange(end - length, end - size + 1) for end, length in zip(ends, lengths, strict=True)])
-    labels = tokens[anchors[:, None] + torch.arange(1, size)]
-    head = target.get_output_embeddings().weight.detach()
+    mask = [[False] * len(prompt) + [True] * len(answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    return PackedBatch(
+        hidden_states=torch.cat([taps_of(config, target, document) for document in documents]),
+        position_ids=torch.cat([torch.arange(length) for length in lengths]),
+        documents=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
+        input_ids=np.concatenate(documents),
+        loss_mask=np.concatenate(mask),
+        cu_seqlens=np.cumsum([0, *lengths]),
+        sample_ids=np.arange(len(lengths)),
+    )
+
+
+def blocks_of(batch: PackedBatch, config: Config) -> Blocks:
+    (blocks,) = all_blocks(batch.input_ids, batch.loss_mask, batch.cu_seqlens, config)
+    return blocks
+
+
+def overfit(config: Config, target: Any, batch: PackedBatch, num_steps: int = 80) -> DraftModel:
+    """A draft model that has learnt a batch by heart, every anchor of it."""
+    draft, blocks = DraftModel(config), blocks_of(batch, config)
+    embedding, head = target.get_input_embeddings().weight.detach(), target.get_output_embeddings().weight.detach()
+    mask, labels = torch.from_numpy(blocks.label_mask), torch.from_numpy(blocks.labels)
     optimizer = torch.optim.Adam(draft.parameters(), lr=3e-3)
     for _ in range(num_steps):
-        hidden = training_forward(config, target, draft, taps, tokens, lengths, anchors)
-        logits = hidden.unflatten(0, (-1, size))[:, 1:] @ head.T
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        hidden: Any = block_hidden(draft, embedding, batch, blocks)
+        logits = hidden.view(*blocks.tokens.shape, -1)[:, 1:][mask] @ head.T
+        loss: Any = F.cross_entropy(logits, labels[mask])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     return draft
 
 
-def target_taps(config: Config, target: PreTrainedModel, document: list[int]) -> Tensor:
-    with TargetCache(target, config.draft.tap_layers) as cache:
-        return cache.append(document)[1]
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
-def test_training_forward_equals_inference_step(make_target: MakeTarget, model_type: str) -> None:
-    config, target = make_target(model_type)
-    draft = DraftModel(config)
-    lengths, anchors = [11, 20, 7], torch.tensor([3, 9, 11 + 1, 11 + 8, 11 + 15, 31 + 2, 31 + 5])
-    tokens = torch.randint(0, 60, (sum(lengths),), generator=torch.Generator().manual_seed(1))
-    documents = [document.tolist() for document in tokens.split(lengths)]
-    taps = [target_taps(config, target, document) for document in documents]
-    trained = training_forward(config, target, draft, torch.cat(taps), tokens, lengths, anchors)
-    trained = trained.unflatten(0, (-1, config.draft.block_size))
+def test_training_forward_equals_inference_step(tmp_path: Path, model_type: str) -> None:
+    config, target = make_target(tmp_path, model_type)
+    embedding: Any = target.get_input_embeddings().weight
+    tokens = np.random.Generator(np.random.Philox(1)).integers(0, 60, 40).tolist()
+    batch = pack(config, target, [tokens[:2], tokens[10:13], tokens[30:31]], [tokens[2:10], tokens[13:30], tokens[31:]])
+    draft, blocks = DraftModel(config), blocks_of(batch, config)
+    trained = block_hidden(draft, embedding, batch, blocks)
+    trained = trained.view(*blocks.tokens.shape, -1)
+    assert not blocks.valid.all()  # unused blocks stood beside the others
 
-    starts = [0, 11, 31]
-    for document, start in enumerate(starts):
-        drafter, known = BlockDrafter(draft, config.draft, target), 0
-        for block, anchor in enumerate(anchors.tolist()):
-            if start <= anchor < start + lengths[document]:
-                drafter.append(taps[document][known : anchor - start])
-                known = anchor - start
-                torch.testing.assert_close(drafter.hidden(int(tokens[anchor])), trained[block], atol=2e-5, rtol=1e-4)
+    for document, start in enumerate(batch.cu_seqlens[:-1].tolist()):
+        drafter, known = BlockDrafter(draft, config.draft, target), start
+        for block in np.flatnonzero(blocks.valid & (blocks.documents == document)):
+            anchor = int(blocks.anchors[block])
+            drafter.append(batch.hidden_states[known:anchor])
+            known = anchor
+            hidden = drafter.hidden(int(batch.input_ids[anchor]))
+            torch.testing.assert_close(hidden, trained[block], atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
-def test_untrained_draft_gives_the_greedy_tokens(make_target: MakeTarget, model_type: str) -> None:
-    config, target = make_target(model_type)
+def test_untrained_draft_gives_the_greedy_tokens(tmp_path: Path, model_type: str) -> None:
+    config, target = make_target(tmp_path, model_type)
     draft = DraftModel(config)
     for prompt in PROMPTS:
         for max_new_tokens in (1, 2, 3, 20):
@@ -118,41 +119,11 @@ def test_untrained_draft_gives_the_greedy_tokens(make_target: MakeTarget, model_
             assert max_new_tokens == 1 + sum(accepted + 1 for accepted in fast.accepted)
 
 
-def test_greedy_equals_generate(make_target: MakeTarget) -> None:
-    _, target = make_target("qwen3")
-    for prompt in PROMPTS:
-        generated = target.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)
-        assert greedy(target, prompt, 20).tokens == generated[0, len(prompt) :].tolist()
-
-
-@pytest.mark.parametrize(
-    ("model_type", "shape"),
-    [
-        ("llama", {}),
-        ("qwen3", {}),
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}),
-        (
-            "qwen3_next",
-            {
-                "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
-                "linear_num_value_heads": 2,
-                "linear_num_key_heads": 2,
-                "linear_key_head_dim": 8,
-                "linear_value_head_dim": 8,
-                "num_experts": 0,
-                "decoder_sparse_step": 100,
-                "mlp_only_layers": [0, 1, 2, 3],
-            },
-        ),
-    ],
-    ids=["llama", "qwen3", "sliding target", "recurrent target"],
-)
-def test_trained_draft_gives_the_greedy_tokens_in_fewer_passes(
-    make_target: MakeTarget, model_type: str, shape: dict[str, object]
-) -> None:
-    config, target = make_target(model_type, **shape)
+@pytest.mark.parametrize(("model_type", "shape"), TARGETS, ids=["llama", "tied", "qwen3", "sliding", "recurrent"])
+def test_trained_draft_gives_the_greedy_tokens(tmp_path: Path, model_type: str, shape: dict[str, Any]) -> None:
+    config, target = make_target(tmp_path, model_type, **shape)
     answers = [greedy(target, prompt, 32).tokens for prompt in PROMPTS]
-    draft = overfit(config, target, [p + a for p, a in zip(PROMPTS[:3], answers[:3], strict=True)], num_steps=150)
+    draft = overfit(config, target, pack(config, target, PROMPTS[:3], answers[:3]))
     accepted = []
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         for max_new_tokens in (2, 13, 14, 15, 32):
@@ -168,8 +139,34 @@ def test_trained_draft_gives_the_greedy_tokens_in_fewer_passes(
     assert sum(accepted) > 0.3 * len(accepted)
 
 
-def test_empty_prompt_is_refused(make_target: MakeTarget) -> None:
-    config, target = make_target("llama")
+def test_greedy_equals_generate(tmp_path: Path) -> None:
+    target: Any = make_target(tmp_path, "qwen3")[1]
+    for prompt in PROMPTS:
+        generated = target.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)
+        assert greedy(target, prompt, 20).tokens == generated[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(("num_steps", "least", "most"), [(0, 1.0, 1.3), (15, 1.3, 2.5), (80, 2.5, 4.0)])
+def test_exact_walk_equals_real_decoding(tmp_path: Path, num_steps: int, least: float, most: float) -> None:
+    config, target = make_target(tmp_path, "qwen3")
+    lengths = [1, 2, 30, 23]
+    answers = [greedy(target, prompt, length).tokens for prompt, length in zip(PROMPTS, lengths, strict=True)]
+    batch = pack(config, target, PROMPTS, answers)
+    draft = overfit(config, target, batch, num_steps)
+    decoded = Acceptance()
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        fast = speculate(target, draft, config.draft, prompt, len(answer))
+        decoded += Acceptance(len(fast.accepted), len(fast.tokens) - 1)
+    model: Any = target
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    walked = evaluate_batch(draft, embedding, head, batch, config)
+    assert walked == decoded
+    assert walked.num_tokens == sum(lengths) - len(lengths)
+    assert least <= walked.tau <= most  # so that short and long jumps were met
+
+
+def test_bad_lengths_are_refused(tmp_path: Path) -> None:
+    config, target = make_target(tmp_path, "llama")
     with pytest.raises(ValueError, match="at least one prompt token"):
         greedy(target, [], 4)
     with pytest.raises(ValueError, match="at least one new token"):

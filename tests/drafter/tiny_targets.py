@@ -1,12 +1,10 @@
 """Tiny targets, saved and loaded as real folders, and the configuration of a draft model of theirs."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.config import Config, load
 
@@ -43,31 +41,21 @@ synthetic = {{ num_samples = 8, num_eval_samples = 4, min_length = 8, max_length
 bucket_lengths = [16]
 max_tokens_per_batch = 64
 batches_per_step = 1
+[train]
+anchors_per_batch = 100
 [targets]
 devices = ["cpu"]
 [drafters]
 devices = ["cpu"]
 """
-Target = tuple[Config, PreTrainedModel]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture
-def make_target(tmp_path: Path) -> Callable[..., Target]:
-    """make_target(model_type, *overrides, **shape): a run's configuration and its random float32 target."""
-
-    def make(model_type: str, *overrides: str, **shape: Any) -> Target:
-        folder = tmp_path / model_type
-        torch.manual_seed(0)
-        model_config = AutoConfig.for_model(model_type, **(SHAPE | shape))
-        AutoModelForCausalLM.from_config(model_config, dtype=torch.float32).save_pretrained(folder)
-        (tmp_path / "run.toml").write_text(TOML + f'[model]\npath = "{folder}"\ndtype = "float32"\n')
-        config = load(tmp_path / "run.toml", list(overrides))
-        target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        return config, target
-
-    return make
+def make_target(folder: Path, model_type: str, *overrides: str, **shape: Any) -> tuple[Config, Any]:
+    """A run's configuration and its random float32 target, both written to and read from `folder`."""
+    torch.manual_seed(0)
+    auto: Any = AutoModelForCausalLM
+    model_config = AutoConfig.for_model(model_type, **(SHAPE | shape))
+    auto.from_config(model_config, dtype=torch.float32).save_pretrained(folder / "target")
+    (folder / "run.toml").write_text(TOML + f'[model]\npath = "{folder / "target"}"\ndtype = "float32"\n')
+    config = load(folder / "run.toml", list(overrides))
+    return config, auto.from_pretrained(folder / "target", dtype=torch.float32).eval()
