@@ -153,9 +153,13 @@ Use a release of the engine that knows DFlash.
 
 def _check_replaceable(folder: Path) -> None:
     """Only an empty folder or an earlier export is ever replaced."""
-    if folder.is_dir() and not any(folder.iterdir()):
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
-    if folder.exists() and _read_config(folder / CONFIG).get("architectures") != ARCHITECTURES:
+    try:
+        architectures = json.loads((folder / CONFIG).read_text())["architectures"]
+    except (OSError, ValueError, KeyError, TypeError):
+        architectures = None
+    if architectures != ARCHITECTURES:
         raise CheckpointError(f"{folder}: needed a new folder or an earlier export, found something else")
 
 
