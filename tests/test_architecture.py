@@ -97,6 +97,19 @@ def test_no_file_is_longer_than_it_can_be_read() -> None:
     assert [f"{path.relative_to(ROOT)}: {length}" for path, length in lengths.items() if length > MAX_LINES] == []
 
 
+def test_the_readme_has_a_line_for_every_file() -> None:
+    tree = (ROOT / "README.md").read_text().partition("## The tree")[2].partition("## ")[0]
+    folder, listed = "", set()
+    for line in filter(None, (line.removeprefix("    ") for line in tree.splitlines())):
+        name = line.split()[0]
+        if not line.startswith(" "):
+            folder = name
+        elif name.endswith(".py"):
+            listed.add(folder + name)
+    files = {str(path.relative_to(ROOT)) for path in sources(*ROOMS) if path.name != "__init__.py"}
+    assert sorted(files ^ listed) == []
+
+
 def test_every_file_is_named_after_what_it_is() -> None:
     paths = [path for path in sources(*ROOMS, "tests") if EMPTY_NAMES & {path.stem, path.parent.name}]
     assert paths == []
