@@ -31,3 +31,7 @@ class RunDirectoryBusyError(HeadraceError):
 
 class TransitionError(HeadraceError):
     """A slot was asked to take an edge that its state does not have."""
+
+
+class TrainingDivergedError(HeadraceError):
+    """Too many steps in a row had a loss or gradient that is not finite."""

@@ -11,27 +11,41 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from common import config as configuration
 from common.addresses import actor_name, exchange_address
 from common.board import Notices
 from common.channel import Channel, ChannelClosedError
-from common.errors import CheckpointError, ConfigError, DataError, ModelError, ProtocolError, RunDirectoryBusyError
+from common.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ModelError,
+    ProtocolError,
+    RunDirectoryBusyError,
+    TrainingDivergedError,
+)
 from common.messages import PROTOCOL_VERSION, Hello, Incarnation, ReplyBody, RequestBody, Welcome
 from common.metrics import MetricsWriter
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_HOPELESS = 2  # a restart would fail in the same way
-_HOPELESS = (ConfigError, DataError, ModelError, CheckpointError, RunDirectoryBusyError)
+EXIT_STOPPED = 4  # told to stop before its work was done
+_HOPELESS = (ConfigError, DataError, ModelError, CheckpointError, RunDirectoryBusyError, TrainingDivergedError)
 _PR_SET_PDEATHSIG = 1
 
 log = logging.getLogger(__name__)
+
+
+class StoppedError(Exception):
+    """The actor was told to stop and has left everything in order."""
 
 
 def start_time(pid: int) -> int:
@@ -53,6 +67,7 @@ class Actor:
         self.metrics = MetricsWriter(args.run_dir, self.name)
         self.stopping = False
         self._channel: Channel | None = None
+        self._thread_failure: BaseException | None = None
         self._last_report_s = time.monotonic()
 
     def join(self) -> Welcome:
@@ -63,14 +78,47 @@ class Actor:
             raise ProtocolError(f"Hello: needed Welcome, found {welcome}")
         return welcome
 
+    @property
+    def channel(self) -> Channel:
+        """The way to the exchange, for threads beside the main one."""
+        assert self._channel is not None, "join() comes first"
+        return self._channel
+
     def ask(self, body: RequestBody) -> ReplyBody:
         """Ask the exchange; the wait shows in the notice and ends by ChannelClosedError when told to stop."""
-        assert self._channel is not None, "join() comes first"
+        with self.waiting():
+            return self.channel.ask(body, lambda: self.keep_waiting() and not self.stopping)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time of the block as waited."""
         began = time.monotonic()
         try:
-            return self._channel.ask(body, self._keep_waiting)
+            yield
         finally:
             self.notices.add(waiting_s=time.monotonic() - began)
+
+    def keep_waiting(self) -> bool:
+        """Called by the main thread some ten times a second while it waits; raises what ended a thread beside it."""
+        self.notices.progress()
+        if self._thread_failure is not None:
+            raise self._thread_failure
+        return True
+
+    def start_thread(self, name: str, body: Callable[[], None]) -> threading.Thread:
+        """Run `body` beside the main thread, which gets its exception at the next wait."""
+
+        def run() -> None:
+            try:
+                body()
+            except ChannelClosedError:
+                log.info("%s: stopped", name)
+            except BaseException as error:
+                self._thread_failure = error
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        thread.start()
+        return thread
 
     def every(self, interval_s: float, report: Callable[[], None]) -> None:
         """Call `report` where the last call is longer ago than that."""
@@ -88,12 +136,8 @@ class Actor:
         """Signal handler: the main loop ends at its next turn."""
         self.stopping = True
 
-    def _keep_waiting(self) -> bool:
-        self.notices.progress()
-        return not self.stopping
 
-
-def run_actor(role: str, main: Callable[[Actor], None], add_arguments: Callable[[Any], None] | None = None) -> None:
+def run_actor(role: str, main: Callable[[Actor], None], add_arguments: Callable[[argparse.ArgumentParser], None]) -> None:
     """Run an actor to its end and leave the process with its exit code."""
     parser = argparse.ArgumentParser(prog=f"python -m services.{role}")
     parser.add_argument("--run-dir", type=Path, required=True)
@@ -101,8 +145,7 @@ def run_actor(role: str, main: Callable[[Actor], None], add_arguments: Callable[
     parser.add_argument("--place", type=int, required=True, help="record on the board")
     parser.add_argument("--parent", type=int, required=True, help="pid of the supervisor")
     parser.add_argument("--board-fd", type=int, required=True)
-    if add_arguments is not None:
-        add_arguments(parser)
+    add_arguments(parser)
     args = parser.parse_args()
     _die_with_parent(args.parent)
     faulthandler.enable()
@@ -120,8 +163,9 @@ def _live(role: str, args: argparse.Namespace, main: Callable[[Actor], None]) ->
         log.info("---- %s started, pid %d ----", actor.name, os.getpid())
         try:
             main(actor)
-        except ChannelClosedError:
-            log.info("stopped while waiting")
+        except (ChannelClosedError, StoppedError):
+            log.info("stopped")
+            return EXIT_STOPPED
         finally:
             actor.close()
     except _HOPELESS as error:

@@ -41,6 +41,14 @@ class _Ring:
         self._tensor = torch.frombuffer(self._bytes, dtype=torch.uint8)
         pinned.register(self._tensor)
 
+    def _check_size(self, num_tokens: int, num_samples: int) -> None:
+        layout = self.layout
+        if not (0 < num_tokens <= layout.capacity_tokens and 0 < num_samples <= layout.capacity_samples):
+            raise ProtocolError(
+                f"slot: needed 1 to {layout.capacity_tokens} tokens and 1 to {layout.capacity_samples} samples, "
+                f"found {num_tokens} and {num_samples}"
+            )
+
     def _header(self, index: int) -> memoryview:
         return self._bytes[index * self.layout.stride :]
 
@@ -75,12 +83,7 @@ class RingWriter(_Ring):
 
     def open(self, index: int, num_tokens: int, num_samples: int) -> WritableSlot:
         """The windows onto slot `index` for a batch of that size; ProtocolError where it is too large."""
-        layout = self.layout
-        if not (0 < num_tokens <= layout.capacity_tokens and 0 < num_samples <= layout.capacity_samples):
-            raise ProtocolError(
-                f"slot: needed 1 to {layout.capacity_tokens} tokens and 1 to {layout.capacity_samples} samples, "
-                f"found {num_tokens} and {num_samples}"
-            )
+        self._check_size(num_tokens, num_samples)
         hidden = self._hidden(index, num_tokens)
         return WritableSlot(self._header(index), hidden, self._rows(index, num_tokens, num_samples))
 
@@ -99,5 +102,6 @@ class RingReader(_Ring):
     def open(self, index: int) -> ReadableSlot:
         """The windows onto slot `index`; ProtocolError where its header is not one."""
         header = SlotHeader.unpack_from(self._header(index))
+        self._check_size(header.num_tokens, header.num_samples)
         hidden = self._hidden(index, header.num_tokens)
         return ReadableSlot(header, hidden, self._rows(index, header.num_tokens, header.num_samples))

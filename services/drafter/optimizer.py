@@ -4,6 +4,7 @@ Shapes: P parameter elements in all, M sums that travel with the gradients.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -103,6 +104,22 @@ class MasterAdamW:
     def state_dict(self) -> dict[str, Tensor]:
         """Masters, moments and the number of counted steps: live tensors, flat in the order of model.parameters()."""
         return {"master": self.master, **self.adamw.state[self.master]}
+
+    def master_weights(self, model: nn.Module) -> dict[str, Tensor]:
+        """The float32 weights under the model's parameter names: live views."""
+        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        return dict(zip(names, self._views(self.master), strict=True))
+
+    def flatten(self, model: nn.Module, weights: Mapping[str, Tensor]) -> Tensor:
+        """What `master_weights` gave, as the flat tensor of `state_dict`.
+
+        Raises:
+            ValueError: a weight is missing.
+        """
+        names = list(self.master_weights(model))
+        if missing := [name for name in names if name not in weights]:
+            raise ValueError(f"master weights: needed {', '.join(missing)}, found none of them")
+        return torch.cat([weights[name].flatten() for name in names])
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:

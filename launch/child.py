@@ -1,0 +1,102 @@
+"""One actor as a child process: started, watched through its pidfd, ended."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from common.addresses import log_path
+from common.lifecycle import start_time
+from common.slot_table import Owner
+from launch.topology import ActorSpec, SharedFds, command, inherited_fds
+
+_MAX_LOG_BYTES = 16 * 1024 * 1024
+
+
+class Exit(NamedTuple):
+    """How a life ended: an exit code, or minus a signal number as in subprocess."""
+
+    code: int
+    owner: Owner
+
+    def __str__(self) -> str:
+        return f"exit code {self.code}" if self.code >= 0 else f"signal {signal.Signals(-self.code).name}"
+
+
+class Child:
+    """A place in the topology and the life that fills it now, if any."""
+
+    def __init__(self, spec: ActorSpec, run_dir: Path) -> None:
+        self.spec = spec
+        self.log = log_path(run_dir, spec.name)
+        self.started_s = 0.0
+        self._run_dir = run_dir
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = Owner(0, 0)
+        self._pidfd = -1
+
+    @property
+    def alive(self) -> bool:
+        """Whether a life was started and its end was not taken yet."""
+        return self._process is not None
+
+    def start(self, fds: SharedFds, group: int) -> None:
+        """Start a life. Call from the main thread: the parent-death signal is tied to the thread that spawns."""
+        assert self._process is None, f"{self.spec.name} is alive"
+        _limit_log(self.log)
+        line = command(sys.executable, self.spec, self._run_dir, fds, os.getpid(), group)
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                line,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=Path(__file__).parent.parent,
+                env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"},
+                pass_fds=inherited_fds(self.spec, fds),
+                start_new_session=True,
+            )
+        self._owner = Owner(self._process.pid, start_time(self._process.pid))
+        self._pidfd = os.pidfd_open(self._process.pid)
+        self.started_s = time.monotonic()
+
+    def send(self, signum: signal.Signals) -> None:
+        """Signal the life, if any; SIGKILL goes to its whole session."""
+        if self._process is None:
+            return
+        if signum == signal.SIGKILL:
+            os.killpg(self._process.pid, signum)
+        else:
+            self._process.send_signal(signum)
+
+    def take_exit(self) -> Exit | None:
+        """The end of the life, once, after the kernel reported it."""
+        if self._process is None or not select.select([self._pidfd], [], [], 0)[0]:
+            return None
+        exit_ = Exit(self._process.wait(), self._owner)
+        os.close(self._pidfd)
+        self._process = None
+        return exit_
+
+    def last_lines(self, count: int = 12) -> str:
+        """The end of the log."""
+        try:
+            return "\n".join(self.log.read_text(errors="replace").splitlines()[-count:])
+        except OSError:
+            return ""
+
+
+def wait_for_exit(children: list[Child], timeout_s: float) -> None:
+    """Sleep until one of the children ends, or for `timeout_s`."""
+    select.select([child._pidfd for child in children if child.alive], [], [], timeout_s)
+
+
+def _limit_log(path: Path) -> None:
+    """Keep one predecessor of a log that has grown large."""
+    path.parent.mkdir(exist_ok=True)
+    if path.exists() and path.stat().st_size > _MAX_LOG_BYTES:
+        path.replace(path.with_suffix(".log.1"))

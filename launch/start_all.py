@@ -1,0 +1,133 @@
+"""`python -m launch.start_all CONFIG`: one command starts, watches and ends a whole run. Loads no torch.
+
+Exit codes: 0 done, 1 an actor gave up, 2 bad configuration or input, 3 the run directory is busy,
+128 + n ended early by signal n (start the same command again to go on).
+"""
+
+import argparse
+import fcntl
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from common import config as configuration
+from common import memory
+from common.addresses import exchange_address
+from common.board import Board
+from common.config import Config
+from common.dataset import Dataset
+from common.errors import HeadraceError, ModelError, RunDirectoryBusyError
+from common.slot_table import SlotTable
+from launch.live import LiveLine
+from launch.summary import summarize
+from launch.supervisor import Supervisor
+from launch.synthetic import write_synthetic
+from launch.topology import SharedFds, Topology, describe, plan_topology
+
+EXIT_DONE, EXIT_GAVE_UP, EXIT_BAD_INPUT, EXIT_BUSY, EXIT_SIGNAL = 0, 1, 2, 3, 128
+
+
+def main() -> int:
+    """Parse, check, run; every error a person can mend is one line."""
+    parser = argparse.ArgumentParser(prog="python -m launch.start_all", description=__doc__)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--run-dir", type=Path, help="default runs/<config>-<time>; an earlier run's directory is resumed")
+    parser.add_argument("--set", dest="overrides", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--dry-run", action="store_true", help="print the processes and their memory, start nothing")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    run_dir = args.run_dir or Path("runs") / f"{args.config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    try:
+        return start(configuration.load(args.config, args.overrides), run_dir, args.dry_run)
+    except RunDirectoryBusyError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_BUSY
+    except HeadraceError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+
+
+def start(config: Config, run_dir: Path, dry_run: bool) -> int:
+    """Check the input, prepare the run directory, run the actors, say how it ended."""
+    topology = plan_topology(config)
+    exchange_address(run_dir)
+    _check_model(config)
+    memory.check_available(topology.shared_bytes)
+    print(f"{run_dir}\n{describe(topology)}", flush=True)
+    if dry_run:
+        return EXIT_DONE
+    run_dir = run_dir.absolute()
+    lock = _lock(run_dir)
+    try:
+        config = _with_data(config, run_dir)
+        configuration.write(config, run_dir)
+        return _run(config, topology, run_dir)
+    finally:
+        os.close(lock)
+
+
+def _run(config: Config, topology: Topology, run_dir: Path) -> int:
+    fds = _create_memory(topology)
+    board = Board(fds.board, len(topology.actors))
+    table = SlotTable(fds.control, config.num_targets * config.ring.num_slots)
+    supervisor = Supervisor(config, topology, fds, board, run_dir)
+    live = LiveLine(topology, board, table)
+    finished = supervisor.run(lambda: live.show(supervisor.restarts.total()))
+    live.end()
+    print(summarize(run_dir), flush=True)
+    if finished:
+        return EXIT_DONE
+    if supervisor.failure and supervisor.culprit:
+        lines = supervisor.culprit.last_lines()
+        print(f"error: {supervisor.failure}\n{lines}\n(all of it: {supervisor.culprit.log})", file=sys.stderr)
+        return EXIT_GAVE_UP
+    print(f"stopped; go on with the same command and --run-dir {run_dir}")
+    return EXIT_SIGNAL + supervisor.signum
+
+
+def _create_memory(topology: Topology) -> SharedFds:
+    rings = [memory.create(f"headrace-ring-{index}", topology.ring_bytes) for index in range(topology.num_rings)]
+    control = memory.create("headrace-control", topology.table_bytes)
+    return SharedFds(rings, control, memory.create("headrace-board", topology.board_bytes))
+
+
+def _with_data(config: Config, run_dir: Path) -> Config:
+    """Make up the data where the configuration says so, open it once, and name its folders."""
+    data = config.data
+    if data.synthetic is not None:
+        write_synthetic(config, run_dir / "data")
+        path, eval_path = run_dir / "data" / "train", run_dir / "data" / "eval"
+    else:
+        path, eval_path = Path(data.path).expanduser(), Path(data.eval_path).expanduser()
+    Dataset.open(path)
+    if data.eval_path or data.synthetic is not None:
+        Dataset.open(eval_path)
+    named = msgspec.structs.replace(data, path=str(path), eval_path=str(eval_path) if data.eval_path or data.synthetic else "")
+    model = msgspec.structs.replace(config.model, path=str(Path(config.model.path).expanduser().absolute()))
+    return msgspec.structs.replace(config, data=named, model=model)
+
+
+def _check_model(config: Config) -> None:
+    """The shape was read from config.json already; weights are looked for here, not opened."""
+    folder = Path(config.model.path).expanduser()
+    if not config.model.random_init and not any(folder.glob("*.safetensors")):
+        raise ModelError(f"model.path: needed *.safetensors in {folder}, found none (model.random_init = true needs none)")
+
+
+def _lock(run_dir: Path) -> int:
+    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fd = os.open(run_dir / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise RunDirectoryBusyError(f"--run-dir: needed a directory of no other run, found {run_dir} locked") from None
+    return fd
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""Batches from slots to device buffers, one ahead of the training.
+
+    fetch thread   Next -> Grant -> copy into a free buffer -> wait for the copy -> check -> Release
+    main thread    next() -> compute -> recycle()
+
+A slot is held for the copy only. Buffers are made at start; one is filled again only after the mark
+that `recycle` set behind the last kernel that reads it.
+
+T tokens, K taps, H hidden size, D documents.
+"""
+
+import itertools
+import logging
+from dataclasses import dataclass
+from queue import Empty, Queue
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from common.checksum import checksum
+from common.copy_stream import CopyStream, Mark, mark_computation
+from common.errors import ProtocolError
+from common.hidden_buffer import HiddenBuffer
+from common.layout import SlotHeader
+from common.lifecycle import Actor
+from common.messages import BatchInfo, Finished, Grant, Next, NoBatch, Release, ReplyBody
+from common.ring import RingReader, Rows
+from services.drafter.step import PackedBatch, upload
+
+_NUM_BUFFERS = 2
+_WAIT_S = 0.1
+log = logging.getLogger(__name__)
+
+
+class _Buffer(NamedTuple):
+    hidden: HiddenBuffer
+    free: Mark
+
+
+class _Copied(NamedTuple):
+    buffer: HiddenBuffer
+    rows: Rows
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A place of the sequence: its batch on the device, or none where the place is padding."""
+
+    info: BatchInfo
+    batch: PackedBatch | None
+    buffer: HiddenBuffer | None
+
+
+class Fetcher:
+    """The batches of one rank, in order, from `first_batch` on."""
+
+    def __init__(
+        self,
+        actor: Actor,
+        rings: list[RingReader],
+        device: torch.device,
+        plan_hash: bytes,
+        first_batch: int,
+    ) -> None:
+        self._actor = actor
+        self._rings = rings
+        self._slots_per_ring = actor.config.ring.num_slots
+        self._device = device
+        self._plan_hash = plan_hash
+        self._copies = CopyStream(device)
+        self._free: Queue[_Buffer] = Queue()
+        for _ in range(_NUM_BUFFERS):
+            self._free.put(_Buffer(HiddenBuffer(rings[0].layout, device), mark_computation(device)))
+        self._ready: Queue[tuple[BatchInfo, _Copied | None] | None] = Queue()
+        self._closed = False
+        stride = actor.config.num_drafters
+        actor.start_thread("fetch", lambda: self._fetch_all(itertools.count(first_batch + actor.index, stride)))
+
+    def next(self) -> Fetched | None:
+        """The next place of the sequence, or None at its end. The wait is counted."""
+        with self._actor.waiting():
+            item = self._wait()
+        if item is None:
+            return None
+        info, copied = item
+        return Fetched(info, None, None) if copied is None else self._to_batch(info, copied)
+
+    def recycle(self, fetched: Fetched) -> None:
+        """Give the buffer back after the last kernel that reads it was launched."""
+        if fetched.buffer is not None:
+            self._free.put(_Buffer(fetched.buffer, mark_computation(self._device)))
+
+    def close(self) -> None:
+        """Stop fetching."""
+        self._closed = True
+
+    def _wait(self) -> tuple[BatchInfo, _Copied | None] | None:
+        while True:
+            try:
+                return self._ready.get(timeout=_WAIT_S)
+            except Empty:
+                self._actor.keep_waiting()
+
+    def _to_batch(self, info: BatchInfo, copied: _Copied) -> Fetched:
+        rows = copied.rows
+        documents = np.repeat(np.arange(len(rows.sample_ids)), np.diff(rows.cu_seqlens))
+        batch = PackedBatch(
+            hidden_states=copied.buffer.hidden_states(len(rows.input_ids)),
+            position_ids=upload(rows.position_ids, self._device),
+            documents=upload(documents, self._device),
+            input_ids=rows.input_ids.astype(np.int64),
+            loss_mask=rows.loss_mask.astype(np.bool_),
+            cu_seqlens=rows.cu_seqlens.astype(np.int64),
+            sample_ids=rows.sample_ids.astype(np.int64),
+        )
+        return Fetched(info, batch, copied.buffer)
+
+    def _fetch_all(self, batches: "itertools.count[int]") -> None:
+        for batch in batches:
+            reply = self._fetch(batch)
+            self._ready.put(reply)
+            if reply is None:
+                return
+
+    def _fetch(self, batch: int) -> tuple[BatchInfo, _Copied | None] | None:
+        buffer = self._free.get()
+        while True:
+            reply = self._ask(Next(batch))
+            match reply:
+                case Grant():
+                    copied = self._copy(reply, buffer)
+                    self._ask(Release(reply.slot, reply.generation, copied is not None))
+                    if copied is not None:
+                        return reply.info, copied
+                case NoBatch(info):
+                    self._free.put(buffer)
+                    return info, None
+                case Finished():
+                    return None
+                case _:
+                    raise ProtocolError(f"Next: needed Grant, NoBatch or Finished, found {reply}")
+
+    def _ask(self, body: Next | Release) -> ReplyBody:
+        return self._actor.channel.ask(body, lambda: not self._closed)
+
+    def _copy(self, grant: Grant, buffer: _Buffer) -> _Copied | None:
+        """Copy a slot out and check it; None where what arrived is not what was granted."""
+        ring, index = divmod(grant.slot, self._slots_per_ring)
+        try:
+            slot = self._rings[ring].open(index)
+        except ProtocolError as error:
+            log.warning("slot %d: %s", grant.slot, error)
+            return None
+        target = buffer.hidden.as_in_slot(slot.header.num_tokens)
+        with self._copies.after(buffer.free):
+            target.copy_(slot.hidden_states, non_blocking=True)
+            buffer.hidden.checksum.copy_(checksum(target), non_blocking=True)
+        copied = self._copies.mark()
+        rows = Rows(*(np.array(array, np.int64) for array in slot.rows))
+        copied.wait()
+        wrong = self._find_fault(grant, slot.header, int(buffer.hidden.checksum), rows.checksum())
+        if wrong:
+            log.warning("slot %d, batch %d: %s; it is produced again", grant.slot, grant.info.batch, wrong)
+            return None
+        return _Copied(buffer.hidden, rows)
+
+    def _find_fault(self, grant: Grant, header: SlotHeader, hidden_checksum: int, rows_checksum: int) -> str:
+        pairs = [
+            ("plan hash", self._plan_hash, header.plan_hash),
+            ("generation", grant.generation, header.generation),
+            ("batch", grant.info.batch, header.batch),
+            ("hidden states checksum", header.hidden_checksum, hidden_checksum),
+            ("rows checksum", header.rows_checksum, rows_checksum),
+        ]
+        return "; ".join(f"{what}: needed {needed!r}, found {found!r}" for what, needed, found in pairs if needed != found)

@@ -1,0 +1,55 @@
+"""The figures of a step on their way to the host, one step behind, so that no step waits for them.
+
+All ranks read the same reduced figures of the same step, so what is decided by them is unanimous.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from common.copy_stream import CopyStream, Mark, mark_computation
+from services.drafter.optimizer import StepResult
+
+
+class StepFigures(NamedTuple):
+    """One optimizer step as the host sees it."""
+
+    step: int  # optimizer steps done, this one included
+    loss: float
+    grad_norm: float
+    skipped: bool  # the loss or a gradient was not finite; the weights are as before
+    stop_requested: bool  # by any rank
+    num_labels: list[int]  # per slot 1 .. B - 1
+    num_correct: list[int]
+
+
+class Journal:
+    """Holds the figures of the last step until the next one is under way."""
+
+    def __init__(self, device: torch.device, num_sums: int) -> None:
+        self._copies = CopyStream(device)
+        self._host = torch.empty(3 + num_sums, pin_memory=device.type == "cuda")
+        self._pending: tuple[int, Mark, torch.Tensor] | None = None
+        self._device = device
+
+    def push(self, step: int, result: StepResult) -> StepFigures | None:
+        """Send off the figures of step number `step`; returns those of the step before, if not yet read."""
+        earlier = self.flush()
+        figures = torch.cat([torch.stack([result.loss, result.grad_norm, result.found_inf]), result.sums])
+        with self._copies.after(mark_computation(self._device)):
+            self._host.copy_(figures, non_blocking=True)
+        self._pending = (step, self._copies.mark(), figures)  # the tensor stays until its copy is over
+        return earlier
+
+    def flush(self) -> StepFigures | None:
+        """The figures still on their way, waited for; None where there are none."""
+        if self._pending is None:
+            return None
+        step, copied, _ = self._pending
+        self._pending = None
+        copied.wait()
+        loss, grad_norm, skipped, _, _, *counts, stop = self._host.tolist()
+        half = len(counts) // 2
+        return StepFigures(
+            step, loss, grad_norm, skipped > 0, stop > 0, [round(n) for n in counts[half:]], [round(n) for n in counts[:half]]
+        )

@@ -1,0 +1,48 @@
+"""A drafter as a process: one rank of the training, fed from the rings of all targets."""
+
+import logging
+
+import torch
+
+from common.board import Phase
+from common.layout import SlotLayout
+from common.lifecycle import Actor
+from common.ring import RingReader
+from services.drafter import checkpoint
+from services.drafter.fetch import Fetcher
+from services.drafter.frozen import load_embedding_and_head
+from services.drafter.group import join_group, leave_group
+from services.drafter.model import DraftModel
+from services.drafter.optimizer import MasterAdamW
+from services.drafter.snapshots import Snapshots
+from services.drafter.step import num_sums
+from services.drafter.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+def main(actor: Actor) -> None:
+    """The body of `python -m services.drafter`."""
+    config = actor.config
+    torch.set_num_threads(config.drafters.num_threads)
+    device = torch.device(config.drafters.devices[actor.index])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    layout = SlotLayout.of(config)
+    rings = [RingReader(fd, layout, config.ring.num_slots) for fd in actor.args.ring_fds]
+    frozen = load_embedding_and_head(config, device)
+    model = DraftModel(config).to(device)
+    welcome = actor.join()
+    optimizer = MasterAdamW(model, config.train, welcome.num_steps, num_sums(config.draft.block_size) + 1)
+    snapshots = Snapshots(actor.run_dir, config, welcome.plan_hash, actor.index)
+    if actor.index == 0:
+        checkpoint.clean(actor.run_dir)
+    next_batch = snapshots.resume(model, optimizer)
+    join_group(actor.run_dir, actor.args.group, actor.index, config.num_drafters, device)
+    fetcher = Fetcher(actor, rings, device, welcome.plan_hash, next_batch)
+    actor.notices.phase(Phase.READY)
+    try:
+        Trainer(actor, model, frozen, optimizer, snapshots).train(fetcher, next_batch)
+    finally:
+        fetcher.close()
+        leave_group()

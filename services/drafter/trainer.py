@@ -1,0 +1,147 @@
+"""Training: the sequence of the run, group by group, on this rank's share of the batches."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from common.errors import TrainingDivergedError
+from common.lifecycle import Actor, StoppedError
+from services.drafter.anchors import choose_blocks
+from services.drafter.evaluator import Evaluator
+from services.drafter.fetch import Fetched, Fetcher
+from services.drafter.journal import Journal, StepFigures
+from services.drafter.model import DraftModel
+from services.drafter.noise import add_noise
+from services.drafter.optimizer import MasterAdamW, learning_rate
+from services.drafter.snapshots import Snapshots
+from services.drafter.step import PackedBatch, block_loss
+
+
+class Trainer:
+    """One rank of the data-parallel training; all ranks hold the same weights after every step."""
+
+    def __init__(
+        self,
+        actor: Actor,
+        model: DraftModel,
+        frozen: tuple[torch.Tensor, torch.Tensor],
+        optimizer: MasterAdamW,
+        snapshots: Snapshots,
+    ) -> None:
+        self._actor = actor
+        self._config = actor.config
+        self._model = model
+        self._embedding, self._head = frozen
+        self._optimizer = optimizer
+        self._snapshots = snapshots
+        self._journal = Journal(self._embedding.device, len(optimizer.sums))
+        self._evaluator = Evaluator(model, frozen, actor.config)
+        self._waited_s = 0.0
+        self._num_skipped = 0  # in a row
+        self._stop_requested = False  # by any rank, so all know it at the same step
+
+    def train(self, fetcher: Fetcher, next_batch: int) -> None:
+        """From batch `next_batch` to the end of the sequence.
+
+        Raises:
+            StoppedError: told to stop; the checkpoint is on disk.
+            TrainingDivergedError: too many steps in a row were not finite.
+        """
+        while first := self._next(fetcher):
+            if first.info.kind == "train":
+                self._train_step(fetcher, first)
+            else:
+                self._evaluate(fetcher, first)
+            next_batch += self._config.plan.batches_per_step
+            self._save_where_due(first, next_batch)
+        self._report(self._journal.flush())
+        self._snapshots.save(self._model, self._optimizer, self._optimizer.num_steps, next_batch, required=True)
+        self._snapshots.export(self._model, self._optimizer)
+
+    def _train_step(self, fetcher: Fetcher, first: Fetched) -> None:
+        for fetched in self._group(fetcher, first):
+            if fetched.batch is not None:
+                self._accumulate(fetched.batch, fetched.info.epoch)
+        self._optimizer.sums[-1] = float(self._actor.stopping)
+        self._optimizer.reduce()
+        result = self._optimizer.step(first.info.step)
+        self._report(self._journal.push(first.info.step + 1, result))
+
+    def _accumulate(self, batch: PackedBatch, epoch: int) -> None:
+        blocks = choose_blocks(batch.input_ids, batch.loss_mask, batch.cu_seqlens, batch.sample_ids, epoch, self._config)
+        noisy = add_noise(batch.hidden_states, batch.cu_seqlens, batch.sample_ids, epoch, self._config)
+        batch = replace(batch, hidden_states=noisy)
+        sums = block_loss(self._model, self._embedding, self._head, batch, blocks, self._config)
+        torch.autograd.backward(sums[0])
+        self._optimizer.accumulate(F.pad(sums, (0, 1)))
+        self._actor.notices.add(num_batches=1, num_tokens=len(batch.input_ids))
+
+    def _evaluate(self, fetcher: Fetcher, first: Fetched) -> None:
+        for fetched in self._group(fetcher, first):
+            if fetched.batch is not None:
+                self._evaluator.add(fetched.batch)
+        if not first.info.closes:
+            return
+        own, control, self._stop_requested = self._evaluator.close(self._actor.stopping)
+        self._snapshots.acceptance = own.tau
+        self._actor.notices.show_acceptance(own.tau)
+        self._actor.metrics.write(
+            step=first.info.step,
+            acceptance=own.tau,
+            acceptance_other_prompt=control.tau,
+            num_rounds=own.num_rounds,
+            num_tokens=own.num_tokens,
+        )
+
+    def _group(self, fetcher: Fetcher, first: Fetched) -> Iterator[Fetched]:
+        """This rank's places of a group, each recycled when the caller asks for the next."""
+        yield first
+        fetcher.recycle(first)
+        for _ in range(self._config.accumulation - 1):
+            fetched = self._next(fetcher)
+            assert fetched is not None, "a group is never cut by the end of the sequence"
+            yield fetched
+            fetcher.recycle(fetched)
+
+    def _next(self, fetcher: Fetcher) -> Fetched | None:
+        began = time.monotonic()
+        fetched = fetcher.next()
+        self._waited_s += time.monotonic() - began
+        self._actor.notices.progress()
+        return fetched
+
+    def _save_where_due(self, last: Fetched, next_batch: int) -> None:
+        done = last.info.step + (last.info.kind == "train")
+        due = last.info.kind == "train" and done % self._config.checkpoint.every_steps == 0
+        if due or self._stop_requested:
+            self._report(self._journal.flush())
+            self._snapshots.save(self._model, self._optimizer, done, next_batch, required=self._stop_requested)
+        if self._stop_requested:
+            raise StoppedError
+
+    def _report(self, figures: StepFigures | None) -> None:
+        """Write the figures of a step and act on what all ranks read in them."""
+        if figures is None:
+            return
+        train, num_steps = self._config.train, self._optimizer.num_steps
+        self._stop_requested |= figures.stop_requested
+        self._actor.notices.show_step(figures.step, num_steps, figures.loss)
+        self._actor.metrics.write(
+            step=figures.step,
+            loss=figures.loss,
+            grad_norm=figures.grad_norm,
+            learning_rate=learning_rate(figures.step - 1, num_steps, train.learning_rate, train.warmup_ratio),
+            accuracy_per_slot=[c / n if n else 0.0 for c, n in zip(figures.num_correct, figures.num_labels, strict=True)],
+            skipped=figures.skipped,
+            waiting_s=self._waited_s,
+        )
+        self._waited_s = 0.0
+        self._num_skipped = self._num_skipped + 1 if figures.skipped else 0
+        if self._num_skipped > train.max_nonfinite_steps:
+            raise TrainingDivergedError(
+                f"step {figures.step}: {self._num_skipped} steps in a row had a loss or gradient that is not finite "
+                f"(train.max_nonfinite_steps = {train.max_nonfinite_steps})"
+            )
