@@ -1,6 +1,5 @@
 """A tiny configuration and made-up packed batches for the tests of the draft model."""
 
-import copy
 from typing import Any
 
 import numpy as np
@@ -98,8 +97,3 @@ def document_alone(batch: PackedBatch, document: int) -> PackedBatch:
         cu_seqlens=np.array([0, rows.stop - rows.start]),
         sample_ids=batch.sample_ids[document : document + 1],
     )
-
-
-def detached(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A copy that later steps do not change."""
-    return copy.deepcopy(state)
