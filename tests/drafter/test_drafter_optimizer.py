@@ -4,6 +4,7 @@ import io
 import math
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -45,9 +46,10 @@ def train(model: nn.Module, optimizer: MasterAdamW, steps: range) -> None:
         optimizer.step(step)
 
 
-def test_steps_equal_torch_adamw_with_accumulation_and_clipping() -> None:
+@pytest.mark.parametrize(("max_norm", "clips"), [(0.5, True), (1e4, False)])
+def test_steps_equal_torch_adamw_with_accumulation_and_clipping(max_norm: float, clips: bool) -> None:
     model, reference = make_model(), make_model()
-    optimizer = MasterAdamW(model, TRAIN, NUM_STEPS, num_sums=3)
+    optimizer = MasterAdamW(model, msgspec.structs.replace(TRAIN, max_grad_norm=max_norm), NUM_STEPS, num_sums=3)
     adamw = torch.optim.AdamW(reference.parameters(), lr=0.01, weight_decay=0.1)
     for step in range(NUM_STEPS):
         for batch in (2 * step, 2 * step + 1):
@@ -59,12 +61,12 @@ def test_steps_equal_torch_adamw_with_accumulation_and_clipping() -> None:
         for parameter in reference.parameters():
             assert parameter.grad is not None
             parameter.grad /= 10.0
-        norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        norm = nn.utils.clip_grad_norm_(reference.parameters(), max_norm)
         adamw.param_groups[0]["lr"] = learning_rate(step, NUM_STEPS, 0.01, 0.3)
         adamw.step()
         adamw.zero_grad()
 
-        assert norm > 0.5  # the clip is at work
+        assert (norm > max_norm) == clips
         torch.testing.assert_close(result.grad_norm, norm)
         torch.testing.assert_close(result.loss, sum(losses) / 10.0)
         assert result.sums[1:].tolist() == [10.0, 4 * step + 1]
