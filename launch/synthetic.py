@@ -24,7 +24,7 @@ def write_synthetic(config: Config, folder: Path) -> None:
     The first quarter of a sample is its prompt, the rest is supervised.
 
     Raises:
-        ConfigError: the lengths do not fit, or the vocabulary is too small for a cycle.
+        ConfigError: a number or a length is too small, or the vocabulary is too small for a cycle.
     """
     synthetic = config.data.synthetic
     assert synthetic is not None
@@ -40,16 +40,16 @@ def write_synthetic(config: Config, folder: Path) -> None:
         }
         if not _is_there(folder / split, source):
             shutil.rmtree(folder / split, ignore_errors=True)
-            if num_samples:
-                _write(config, synthetic, folder / split, num_samples, source)
+            _write(config, synthetic, folder / split, num_samples, source)
 
 
 def _check(synthetic: SyntheticConfig, vocab_size: int) -> None:
     shortest, longest = synthetic.min_length, synthetic.max_length
     if not 2 <= shortest <= longest:
         raise ConfigError(f"data.synthetic.min_length: needed 2 to data.synthetic.max_length {longest}, found {shortest}")
-    if synthetic.num_samples < 1:
-        raise ConfigError(f"data.synthetic.num_samples: needed at least 1, found {synthetic.num_samples}")
+    for key, count in (("num_samples", synthetic.num_samples), ("num_eval_samples", synthetic.num_eval_samples)):
+        if count < 1:
+            raise ConfigError(f"data.synthetic.{key}: needed at least 1, found {count}")
     if vocab_size <= CYCLE_LENGTH:
         raise ConfigError(f"data.synthetic: needed a vocabulary of more than {CYCLE_LENGTH} ids, found {vocab_size}")
 

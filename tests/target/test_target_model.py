@@ -76,7 +76,7 @@ def make_config(folder: Path, tap_layers: list[int], *, random_init: bool = Fals
         seed=seed,
         model=ModelConfig(path=str(folder), random_init=random_init, dtype="float32"),
         draft=DraftConfig(mask_token_id=VOCABULARY - 1, tap_layers=tap_layers, dtype="float32"),
-        data=DataConfig(synthetic=SyntheticConfig(num_samples=1, num_eval_samples=0, min_length=2, max_length=2)),
+        data=DataConfig(synthetic=SyntheticConfig(num_samples=1, num_eval_samples=1, min_length=2, max_length=2)),
         plan=PlanConfig(bucket_lengths=[16], max_tokens_per_batch=64, batches_per_step=1),
         targets=ActorsConfig(devices=["cpu"]),
         drafters=ActorsConfig(devices=["cpu"]),
