@@ -1,0 +1,67 @@
+"""SmolLM2 out of its package: the folder that the demo trains for."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerBase
+
+from common.errors import ModelError
+from common.target_shape import read_target_shape
+from launch.chat import load_tokenizer, render
+from launch.smollm2 import DEFAULT_FOLDER, convert
+
+pytestmark = pytest.mark.real_model
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    """Converted once, where the demo looks for it too."""
+    folder = DEFAULT_FOLDER.expanduser()
+    convert(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> LlamaForCausalLM:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert isinstance(model, LlamaForCausalLM)
+    return model
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    return load_tokenizer(folder)
+
+
+def test_a_folder_that_is_there_is_left_alone(folder: Path) -> None:
+    before = (folder / "model.safetensors").stat()
+    assert convert(folder) is False
+    assert (folder / "model.safetensors").stat() == before
+
+
+def test_another_folder_is_not_overwritten(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="needed a new folder, found one that is no model"):
+        convert(tmp_path)
+
+
+def test_the_shape_is_that_of_smollm2_and_the_head_is_tied(folder: Path, model: LlamaForCausalLM) -> None:
+    shape = read_target_shape(folder)
+    assert (shape.num_hidden_layers, shape.hidden_size, shape.vocab_size, shape.rope_theta) == (30, 576, 49152, 100000.0)
+    assert shape.tie_word_embeddings
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.dtype == torch.float32
+
+
+def test_the_chat_template_and_the_end_token_came_along(tokenizer: PreTrainedTokenizerBase) -> None:
+    ids = render(tokenizer, [{"role": "user", "content": "Hi"}], generation_prompt=True)
+    assert str(tokenizer.decode(ids)).endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer.eos_token == "<|im_end|>"
+
+
+def test_greedy_text_is_sensible(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+    ids = render(tokenizer, [{"role": "user", "content": "What is the capital of France?"}], generation_prompt=True)
+    output = model.generate(
+        inputs=torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), do_sample=False, max_new_tokens=9
+    )
+    assert tokenizer.decode(output[0, len(ids) :]) == "The capital of France is Paris.<|im_end|>"
