@@ -21,7 +21,7 @@ def run(run_dir: Path, out: Path, step: int | None) -> str:
     if folder is None:
         raise CheckpointError(f"{run_dir / 'checkpoints'}: needed a checkpoint, found none")
     checkpoint, weights = load_weights(folder, draft_identity(settings))
-    export(out, settings, weights, checkpoint.step, checkpoint.metrics.get("acceptance_length"))
+    export(out, settings, weights, checkpoint.step, checkpoint.metrics.get("acceptance"))
     return f"{out}: {len(weights)} tensors of step {checkpoint.step}"
 
 

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from common.config import Config, LayerType
 from common.errors import CheckpointError
-from services.drafter.durable_folder import durable_folder, remove_folder, remove_leftovers
+from services.drafter.durable_folder import durable_folder, remove_folder, remove_leftovers, replace_file
+
+WEIGHTS, OPTIMIZER, RECORD = "model.pt", "optimizer.pt", "checkpoint.json"
 
 
 class DraftIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,6 +73,9 @@ def checkpoint_folder(run_dir: Path, step: int) -> Path:
 def save(run_dir: Path, checkpoint: Checkpoint, weights: Mapping[str, Tensor], optimizer: Mapping[str, Any], keep: int) -> Path:
     """Write a checkpoint, then remove all but the newest `keep`; called by rank 0 only.
 
+    Where the step has a checkpoint already (an evaluation or a stop followed it) only its record is replaced: the
+    same step of the same plan has the same weights.
+
     Args:
         run_dir: the run directory.
         checkpoint: the cursor and the identities.
@@ -85,16 +90,18 @@ def save(run_dir: Path, checkpoint: Checkpoint, weights: Mapping[str, Tensor], o
         CheckpointError: the disk is full or cannot be written. What was there before is still there.
     """
     folder = checkpoint_folder(run_dir, checkpoint.step)
-    if folder.exists():  # stopped again where it was resumed: the same step of the same plan is the same state
-        existing = read_checkpoint(folder)
-        _check(folder, existing, checkpoint.draft)
-        _check_plan(folder, existing, checkpoint.plan_hash)
-        return folder
+    record = msgspec.json.format(msgspec.json.encode(checkpoint), indent=2) + b"\n"
     clean(run_dir)
+    if folder.exists():
+        existing = read_checkpoint(folder)
+        _check_draft(folder, existing, checkpoint.draft)
+        _check_plan(folder, existing, checkpoint.plan_hash)
+        replace_file(folder / RECORD, record)
+        return folder
     with durable_folder(folder) as aside:
-        _write_tensors(aside / "model.pt", dict(weights))
-        _write_tensors(aside / "optimizer.pt", dict(optimizer))
-        (aside / "checkpoint.json").write_bytes(msgspec.json.format(msgspec.json.encode(checkpoint), indent=2) + b"\n")
+        _write_tensors(aside / WEIGHTS, dict(weights))
+        _write_tensors(aside / OPTIMIZER, dict(optimizer))
+        (aside / RECORD).write_bytes(record)
     for old in _complete(run_dir)[:-keep]:
         remove_folder(old)
     return folder
@@ -118,19 +125,19 @@ def load(folder: Path, draft: DraftIdentity, plan_hash: str) -> tuple[Checkpoint
     """
     checkpoint, weights = load_weights(folder, draft)
     _check_plan(folder, checkpoint, plan_hash)
-    return checkpoint, weights, _read_tensors(folder / "optimizer.pt")
+    return checkpoint, weights, _read_tensors(folder / OPTIMIZER)
 
 
 def load_weights(folder: Path, draft: DraftIdentity) -> tuple[Checkpoint, dict[str, Tensor]]:
     """As `load`, of any plan and without the optimizer."""
     checkpoint = read_checkpoint(folder)
-    _check(folder, checkpoint, draft)
-    return checkpoint, _read_tensors(folder / "model.pt")
+    _check_draft(folder, checkpoint, draft)
+    return checkpoint, _read_tensors(folder / WEIGHTS)
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Read checkpoint.json alone."""
-    path = folder / "checkpoint.json"
+    path = folder / RECORD
     try:
         return msgspec.json.decode(path.read_bytes(), type=Checkpoint)
     except OSError as error:
@@ -145,7 +152,7 @@ def _complete(run_dir: Path) -> list[Path]:
     return sorted(folder for folder in folders if re.fullmatch(r"step-\d{8,}", folder.name))
 
 
-def _check(folder: Path, checkpoint: Checkpoint, draft: DraftIdentity) -> None:
+def _check_draft(folder: Path, checkpoint: Checkpoint, draft: DraftIdentity) -> None:
     for field in draft.__struct_fields__:
         needed, found = getattr(draft, field), getattr(checkpoint.draft, field)
         if needed != found:

@@ -26,30 +26,50 @@ def durable_folder(folder: Path) -> Iterator[Path]:
         aside.mkdir(parents=True)
         yield aside
         _sync_contents(aside)
-        remove_folder(folder)
+        old = _set_aside(folder)
         aside.rename(folder)
         _sync(folder.parent)
+        shutil.rmtree(old, ignore_errors=True)
     except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
-        cause = _disk_error(error)
-        if cause is None:
-            raise
-        raise CheckpointError(f"{folder}: not written: {cause.strerror}; {_free_space(folder)}") from error
+        _say_what_the_disk_said(folder, error)
+        raise
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replace a file inside a folder that is there already; CheckpointError as above, and the old file stays."""
+    aside = path.with_name(path.name + ASIDE)
+    try:
+        aside.write_bytes(content)
+        _sync(aside)
+        aside.rename(path)
+        _sync(path.parent)
+    except BaseException as error:
+        aside.unlink(missing_ok=True)
+        _say_what_the_disk_said(path, error)
+        raise
 
 
 def remove_folder(folder: Path) -> None:
     """Remove a folder in such a way that half of it is never seen under its name."""
-    if folder.exists():
-        leftover = folder.with_name(f".{folder.name}{ASIDE}")
-        shutil.rmtree(leftover, ignore_errors=True)
-        folder.rename(leftover)
-        shutil.rmtree(leftover)
+    shutil.rmtree(_set_aside(folder), ignore_errors=True)
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Remove what killed processes left aside in `parent`."""
+    """Remove what killed processes left aside, in `parent` and in the folders there."""
     for leftover in parent.glob(f"*{ASIDE}"):
         shutil.rmtree(leftover)
+    for leftover in parent.glob(f"*/*{ASIDE}"):
+        leftover.unlink()
+
+
+def _set_aside(folder: Path) -> Path:
+    """Take the name from a folder, if there is one; returns where it lies now."""
+    aside = folder.with_name(f".{folder.name}{ASIDE}")
+    shutil.rmtree(aside, ignore_errors=True)
+    if folder.exists():
+        folder.rename(aside)
+    return aside
 
 
 def _sync_contents(folder: Path) -> None:
@@ -64,6 +84,12 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _say_what_the_disk_said(path: Path, error: BaseException) -> None:
+    cause = _disk_error(error)
+    if cause:
+        raise CheckpointError(f"{path}: not written: {cause.strerror}; {_free_space(path)}") from error
 
 
 def _disk_error(error: BaseException) -> OSError | None:

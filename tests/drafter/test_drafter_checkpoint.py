@@ -102,11 +102,19 @@ def test_latest_is_the_newest_and_keep_counts(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000010", "step-00009999"]
 
 
-def test_saving_the_same_step_again_keeps_it(tmp_path: Path) -> None:
+def test_saving_the_same_step_again_moves_the_cursor(tmp_path: Path) -> None:
     folder = save_step(tmp_path, 5)
-    assert save_step(tmp_path, 5) == folder
+    later = msgspec.structs.replace(checkpoint(5), next_batch=99, metrics={"acceptance": 2.0})
+    assert save(tmp_path, later, {}, {}, keep=1) == folder
+    record, weights, optimizer = load(folder, DRAFT, "aa")
+    assert record == later
+    assert torch.equal(weights["fc.weight"], torch.full((4,), 5.0))
+    assert optimizer == {"step": 5}
     with pytest.raises(CheckpointError, match="plan hash: needed bb, found aa"):
         save(tmp_path, checkpoint(5, "bb"), {}, {}, keep=1)
+    (folder / "checkpoint.json.partial").write_text("{")  # as a kill in the middle leaves it
+    clean(tmp_path)
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint.json", "model.pt", "optimizer.pt"]
 
 
 @pytest.mark.parametrize("stop_at", [1, 2, 4])
