@@ -5,6 +5,7 @@ until it is answered. One thread owns the socket; any thread may ask.
 """
 
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -15,10 +16,11 @@ import zmq
 
 from common import messages
 from common.errors import ProtocolError
-from common.messages import Incarnation, Refused, ReplyBody, Request, RequestBody
+from common.messages import Incarnation, Refused, Reply, ReplyBody, Request, RequestBody
 
 RESEND_S = 0.1
 _WAKE_ADDRESS = "inproc://wake"
+log = logging.getLogger(__name__)
 
 
 class ChannelClosedError(Exception):
@@ -40,6 +42,7 @@ class Channel:
         self._ids = itertools.count(1)
         self._new: SimpleQueue[tuple[int, _Pending]] = SimpleQueue()
         self._closing = threading.Event()
+        self._failure: BaseException | None = None  # what ended the thread before close()
         self._context = zmq.Context()
         self._wake = self._context.socket(zmq.PUSH)
         self._wake.bind(_WAKE_ADDRESS)
@@ -54,6 +57,8 @@ class Channel:
         with self._wake_lock:
             if self._closing.is_set():
                 raise ChannelClosedError
+            if self._failure is not None:
+                raise self._failure
             self._new.put((request_id, pending))
             self._wake.send(b"")
         return pending.answer
@@ -74,21 +79,27 @@ class Channel:
             if self._closing.is_set():
                 return
             self._closing.set()
-            self._wake.send(b"")
+            if self._failure is None:
+                self._wake.send(b"")
         self._thread.join()
         self._wake.close(linger=0)
         self._context.term()
 
     def _carry(self, address: str) -> None:
-        wake = self._context.socket(zmq.PULL)
-        wake.connect(_WAKE_ADDRESS)
-        socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a peer that is not there
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.RECONNECT_IVL, 20)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 100)
-        socket.connect(address)
         pending: dict[int, _Pending] = {}
+        with self._context.socket(zmq.PULL) as wake, self._context.socket(zmq.DEALER) as socket:
+            try:
+                wake.connect(_WAKE_ADDRESS)
+                _connect(socket, address)
+                self._converse(wake, socket, pending)
+            except BaseException as error:
+                log.exception("the channel failed")
+                with self._wake_lock:
+                    self._failure = error
+        for _, waiting in [*pending.items(), *_drain(self._new)]:
+            waiting.answer.set_exception(self._failure or ChannelClosedError())
+
+    def _converse(self, wake: "zmq.Socket[bytes]", socket: "zmq.Socket[bytes]", pending: dict[int, _Pending]) -> None:
         poller = zmq.Poller()
         poller.register(wake, zmq.POLLIN)
         poller.register(socket, zmq.POLLIN)
@@ -99,15 +110,19 @@ class Channel:
             if socket in ready:
                 _take_answers(socket, pending)
             _send_due(socket, pending)
-        for _, waiting in [*pending.items(), *_drain(self._new)]:
-            waiting.answer.set_exception(ChannelClosedError())
-        wake.close(linger=0)
-        socket.close(linger=0)
 
     def _take_new(self, wake: "zmq.Socket[bytes]", pending: dict[int, _Pending]) -> None:
         while wake.poll(0):
             wake.recv()
         pending.update(_drain(self._new))
+
+
+def _connect(socket: "zmq.Socket[bytes]", address: str) -> None:
+    socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a peer that is not there
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.RECONNECT_IVL, 20)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 100)
+    socket.connect(address)
 
 
 def _drain(queue: "SimpleQueue[tuple[int, _Pending]]") -> list[tuple[int, _Pending]]:
@@ -121,14 +136,24 @@ def _drain(queue: "SimpleQueue[tuple[int, _Pending]]") -> list[tuple[int, _Pendi
 
 def _take_answers(socket: "zmq.Socket[bytes]", pending: dict[int, _Pending]) -> None:
     while socket.poll(0):
-        reply = messages.decode_reply(socket.recv())
-        waiting = pending.pop(reply.id, None)
-        if waiting is None:
+        reply = _decode(socket.recv())
+        waiting = None if reply is None else pending.pop(reply.id, None)
+        if reply is None or waiting is None:
             continue  # a second answer to a request that was sent twice
         if isinstance(reply.body, Refused):
             waiting.answer.set_exception(ProtocolError(reply.body.reason))
         else:
             waiting.answer.set_result(reply.body)
+
+
+def _decode(data: bytes) -> Reply | None:
+    """The answer in `data`; a refusal where only its id is readable, None where not even that is."""
+    try:
+        return messages.decode_reply(data)
+    except messages.UNDECODABLE as error:
+        log.warning("undecodable answer of %d bytes: %s", len(data), error)
+        request_id = messages.find_id(data)
+        return None if request_id is None else Reply(request_id, Refused(f"answer: needed a message, found {error}"))
 
 
 def _send_due(socket: "zmq.Socket[bytes]", pending: dict[int, _Pending]) -> None:

@@ -13,6 +13,7 @@ from common.errors import ConfigError
 
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
+_CONTROL_GROUP = Path("/sys/fs/cgroup")
 _MADV_POPULATE_WRITE = 23  # linux/mman.h; Python 3.11 has no name for it
 
 
@@ -47,7 +48,7 @@ def attach(fd: int) -> mmap.mmap:
 
 def check_available(num_bytes: int) -> None:
     """Raise ConfigError where the machine or the control group cannot hold `num_bytes` more."""
-    available = _available_bytes()
+    available = _available_bytes(_CONTROL_GROUP)
     if num_bytes > available:
         raise ConfigError(
             f"ring.num_slots x targets.devices x plan.max_tokens_per_batch: needed {num_bytes / 2**30:.2f} GiB "
@@ -55,15 +56,16 @@ def check_available(num_bytes: int) -> None:
         )
 
 
-def _available_bytes() -> int:
+def _available_bytes(group: Path) -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             machine = int(line.split()[1]) * 1024
             break
-    group = Path("/sys/fs/cgroup")
     try:
-        limit = (group / "memory.max").read_text().strip()
+        limit = int((group / "memory.max").read_text())
         used = int((group / "memory.current").read_text())
-    except (OSError, ValueError):
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no control group, or no limit ("max")
         return machine
-    return machine if limit == "max" else min(machine, int(limit) - used)
+    cached = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))  # given up when needed
+    return min(machine, limit - used + cached)

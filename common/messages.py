@@ -13,12 +13,13 @@ the same effect however often it arrives. An answer to Work or Next may take as 
     anything else  ->          Refused
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 PROTOCOL_VERSION = 1
 BatchKind = Literal["train", "eval"]
+Word = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # fits the slot table
 
 
 class Incarnation(msgspec.Struct, frozen=True):
@@ -26,8 +27,13 @@ class Incarnation(msgspec.Struct, frozen=True):
 
     role: str
     index: int
-    pid: int
-    start_time: int  # clock ticks since boot, field 22 of /proc/PID/stat
+    pid: Word
+    start_time: Word  # clock ticks since boot, field 22 of /proc/PID/stat
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """What all lives of the actor have in common."""
+        return self.role, self.index
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -155,6 +161,19 @@ class Reply(msgspec.Struct, frozen=True):
     body: ReplyBody
 
 
+class _Numbered(msgspec.Struct):
+    id: int
+
+
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(Request).decode
 decode_reply = msgspec.msgpack.Decoder(Reply).decode
+UNDECODABLE = (msgspec.DecodeError, RecursionError)  # what decoding of arbitrary bytes raises
+
+
+def find_id(data: bytes) -> int | None:
+    """The id of a message whose rest is wrong, or None where there is no such thing."""
+    try:
+        return msgspec.msgpack.decode(data, type=_Numbered).id
+    except UNDECODABLE:
+        return None

@@ -58,6 +58,7 @@ class Leases:
     def __init__(self, table: SlotTable, num_rings: int) -> None:
         table.claim()
         self._table = table
+        self.num_rings = num_rings
         self._slots_per_ring = len(table) // num_rings
 
     def ring_of(self, slot: int) -> int:

@@ -23,6 +23,7 @@ from common.messages import (
     Reply,
     ReplyBody,
     Request,
+    RequestBody,
     SlotReady,
     Stale,
     Welcome,
@@ -33,6 +34,14 @@ from services.exchange.leases import Edge, Leases
 from services.exchange.plan import Plan
 
 MAX_BAD_SLOTS = 3
+_SENDERS: dict[type[RequestBody], tuple[str, ...]] = {
+    Hello: ("target", "drafter"),
+    Work: ("target",),
+    SlotReady: ("target",),
+    Next: ("drafter",),
+    Release: ("drafter",),
+    ActorDied: ("supervisor",),
+}
 
 
 class Outgoing(NamedTuple):
@@ -63,10 +72,12 @@ class Router:
         self._plan = plan
         self._leases = leases
         self._num_drafters = num_drafters
+        self._num_actors = {"target": leases.num_rings, "drafter": num_drafters, "supervisor": 1}
         self._welcome = Welcome(plan_hash, plan.num_batches, plan.num_steps)
         self._current: dict[tuple[str, int], Incarnation] = {}
         self._cursors: dict[int, int] = {}  # rank -> the first batch that it still needs
-        self._last_next: dict[int, tuple[Incarnation, int]] = {}
+        self._latest: dict[int, tuple[Incarnation, int]] = {}  # rank -> its latest request
+        self._dead: set[Owner] = set()
         self._targets: dict[int, _WaitingTarget] = {}
         self._drafters: dict[int, _WaitingDrafter] = {}
         self._bad_slots: dict[int, int] = {}  # ring -> wrong checksums in a row
@@ -79,7 +90,8 @@ class Router:
             ProtocolError: the request can never be answered.
         """
         self._outbox = []
-        if self._is_of_a_former_life(request.sender) and not isinstance(request.body, ActorDied):
+        self._check_sender(request)
+        if self._is_of_a_former_life(request.sender):
             self._send(address, request.id, Stale())
         else:
             answer = self._answer(address, request)
@@ -103,17 +115,24 @@ class Router:
                 return None
             case SlotReady(slot, generation):
                 return self._publish(slot, generation, owner)
+            case Next() | Release() if self._is_overtaken(sender, request.id):
+                return Stale()
             case Next(batch):
-                return self._move_cursor(sender, request.id, batch) or self._wait_for(address, request.id, sender, batch)
+                self._move_cursor(sender, batch)
+                return self._wait_for(address, request.id, sender, batch)
             case Release(slot, generation, intact):
                 return self._release(slot, generation, owner, intact)
+
+    def _check_sender(self, request: Request) -> None:
+        (role, index), name = request.sender.place, type(request.body).__name__
+        if role not in _SENDERS[type(request.body)]:
+            raise ProtocolError(f"{name}: needed to come from {' or '.join(_SENDERS[type(request.body)])}, found {role!r}")
+        if not 0 <= index < self._num_actors[role]:
+            raise ProtocolError(f"{name}: needed a {role} below {self._num_actors[role]}, found {index}")
 
     def _greet(self, sender: Incarnation, protocol: int) -> ReplyBody:
         if protocol != PROTOCOL_VERSION:
             raise ProtocolError(f"Hello: needed protocol version {PROTOCOL_VERSION}, found {protocol}")
-        if sender.role == "drafter" and not 0 <= sender.index < self._num_drafters:
-            raise ProtocolError(f"Hello: needed a drafter below {self._num_drafters}, found {sender.index}")
-        self._current[sender.role, sender.index] = sender
         if sender.role == "target":
             self._targets.pop(sender.index, None)
             self._bad_slots.pop(sender.index, None)
@@ -123,6 +142,7 @@ class Router:
         return self._welcome
 
     def _bury(self, owner: Owner) -> None:
+        self._dead.add(owner)
         self._leases.bury(owner)
         self._targets = {ring: target for ring, target in self._targets.items() if target.owner != owner}
         self._drafters = {rank: drafter for rank, drafter in self._drafters.items() if drafter.owner != owner}
@@ -136,8 +156,18 @@ class Router:
                 self._leases.follow(slot, Edge.ABANDON if sender.role == "target" else Edge.RETURN)
 
     def _is_of_a_former_life(self, sender: Incarnation) -> bool:
-        known = self._current.setdefault((sender.role, sender.index), sender)
-        return known.start_time > sender.start_time or (known.start_time == sender.start_time and known.pid > sender.pid)
+        """What a dead process had sent may be read after the report of its end, or after its successor's words."""
+        latest = max(self._current.get(sender.place, sender), sender, key=lambda life: (life.start_time, life.pid))
+        self._current[sender.place] = latest
+        return latest != sender or _owner(sender) in self._dead
+
+    def _is_overtaken(self, sender: Incarnation, request_id: int) -> bool:
+        """A drafter asks one thing after the other: below its latest request there are only late copies."""
+        latest_sender, latest_id = self._latest.get(sender.index, (sender, 0))
+        if latest_sender == sender and request_id < latest_id:
+            return True
+        self._latest[sender.index] = (sender, request_id)
+        return False
 
     def _check_health(self, ring: int) -> None:
         if self._bad_slots.get(ring, 0) >= MAX_BAD_SLOTS:
@@ -167,19 +197,14 @@ class Router:
             raise ProtocolError(f"slot: needed 0 to {len(self._leases) - 1}, found {slot}")
         return Done() if self._leases.read(slot).generation == generation else Stale()
 
-    def _move_cursor(self, sender: Incarnation, request_id: int, batch: int) -> ReplyBody | None:
+    def _move_cursor(self, sender: Incarnation, batch: int) -> None:
         rank = sender.index
         if batch < 0 or batch % self._num_drafters != rank:
             raise ProtocolError(f"Next: needed a batch b with b % {self._num_drafters} = {rank}, found {batch}")
-        last_sender, last_id = self._last_next.get(rank, (sender, 0))
-        if last_sender == sender and request_id < last_id:
-            return Stale()
-        self._last_next[rank] = (sender, request_id)
         self._cursors[rank] = batch
-        for slot, record in self._leases.in_state(SlotState.READY):
-            if record.batch % self._num_drafters == rank and record.batch < batch:
-                self._leases.follow(slot, Edge.EVICT)
-        return None
+        for slot, record in self._leases.in_state(SlotState.READING):
+            if record.owner == _owner(sender) and record.batch < batch:  # by a late copy of an earlier Next
+                self._leases.follow(slot, Edge.RELEASE)
 
     def _wait_for(self, address: bytes, request_id: int, sender: Incarnation, batch: int) -> ReplyBody | None:
         if batch >= self._plan.num_batches:
@@ -190,7 +215,10 @@ class Router:
         return None
 
     def _dispatch(self) -> None:
-        """Grant what is ready, lease what is free, and make room for what is waited for."""
+        """Clear what nobody needs, grant what is ready, lease what is free, make room for what is waited for."""
+        for slot, record in self._leases.in_state(SlotState.READY):
+            if record.batch < self._cursors.get(record.batch % self._num_drafters, 0):
+                self._leases.follow(slot, Edge.EVICT)
         in_slots = self._leases.batches()
         for rank, drafter in sorted(self._drafters.items()):
             if drafter.batch in in_slots:
@@ -229,9 +257,9 @@ class Router:
         in_slots = self._leases.batches()
         missing = []
         for batch in self._cursors.values():
-            while batch in in_slots:
+            while batch < self._plan.num_batches and (batch in in_slots or not self._plan.sample_ids(batch)):
                 batch += self._num_drafters
-            if batch < self._plan.num_batches and self._plan.sample_ids(batch):
+            if batch < self._plan.num_batches:
                 missing.append(batch)
         return min(missing, default=None)
 

@@ -5,7 +5,6 @@ import logging
 import os
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import zmq
 
@@ -46,8 +45,8 @@ class ExchangeService:
         while not self._actor.stopping:
             self._actor.notices.progress()
             if self._socket.poll(_POLL_MS):
-                address, data = self._socket.recv_multipart()
-                for outgoing in self._serve(address, data):
+                address, *frames = self._socket.recv_multipart()
+                for outgoing in self._serve(address, b"".join(frames)):
                     self._socket.send_multipart([outgoing.address, messages.encode(outgoing.reply)])
             self._actor.every(1.0, self._report)
         self._context.destroy(linger=0)
@@ -56,7 +55,7 @@ class ExchangeService:
         """No message, however wrong, ends the exchange."""
         try:
             return self._router.handle(address, messages.decode_request(data))
-        except msgspec.DecodeError as error:
+        except messages.UNDECODABLE as error:
             log.warning("undecodable message of %d bytes: %s", len(data), error)
             return _refuse(address, data, f"undecodable: {error}")
         except ProtocolError as error:
@@ -73,11 +72,8 @@ class ExchangeService:
 
 def _refuse(address: bytes, data: bytes, reason: str) -> list[Outgoing]:
     """An answer needs the request's id; bytes that carry none get no answer."""
-    try:
-        request_id = msgspec.msgpack.decode(data)["id"]
-    except (msgspec.DecodeError, KeyError, TypeError):
-        return []
-    return [Outgoing(address, Reply(request_id, Refused(reason)))] if isinstance(request_id, int) else []
+    request_id = messages.find_id(data)
+    return [] if request_id is None else [Outgoing(address, Reply(request_id, Refused(reason)))]
 
 
 def _lock(run_dir: Path) -> int:
