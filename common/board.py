@@ -1,11 +1,16 @@
 """The notice board: one record per actor in shared memory, written by that actor only.
 
+    | the supervisor's word: the life of the drafters' group | record of actor 0 | record of actor 1 | ...
+
 The supervisor reads progress and figures from it without asking, so it can show and judge an actor
-that no longer answers.
+that no longer answers. Drafters read from it which life of their group is the current one, and who
+has come to it.
 """
 
 import enum
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -25,9 +30,12 @@ _RECORD = np.dtype(
         ("waiting_s", "<f8"),
         ("loss", "<f8"),
         ("acceptance", "<f8"),
-        ("spare", "<f8", 6),
+        ("group", "<i8"),
+        ("in_collective", "<i8"),
+        ("spare", "<f8", 4),
     ]
 )
+_HEAD_BYTES = 128
 
 
 class Phase(enum.IntEnum):
@@ -51,26 +59,38 @@ class Notice(NamedTuple):
     waiting_s: float
     loss: float
     acceptance: float
+    group: int  # the life of the drafters' group that this drafter has come to
+    in_collective: bool  # it waits for other drafters
 
 
 def board_bytes(num_actors: int) -> int:
     """Size of the board memory of a run."""
-    return memory.round_up(num_actors * _RECORD.itemsize, memory.PAGE_BYTES)
+    return memory.round_up(_HEAD_BYTES + num_actors * _RECORD.itemsize, memory.PAGE_BYTES)
 
 
 class Board:
-    """The supervisor's side: all records, to read and to wipe before a start."""
+    """All records, to read; what changes others' words is the supervisor's to call."""
 
     def __init__(self, fd: int, num_actors: int) -> None:
         mapping = memory.attach(fd)
         if len(mapping) != board_bytes(num_actors):
             raise ProtocolError(f"board memory: needed {board_bytes(num_actors)} bytes, found {len(mapping)}")
-        self._records = np.frombuffer(memoryview(mapping), _RECORD, count=num_actors)
+        self._group = np.frombuffer(memoryview(mapping), "<i8", count=1)
+        self._records = np.frombuffer(memoryview(mapping), _RECORD, count=num_actors, offset=_HEAD_BYTES)
+
+    @property
+    def group(self) -> int:
+        """The current life of the drafters' group; a new one starts with every death among them."""
+        return int(self._group[0])
+
+    def start_group(self, life: int) -> None:
+        """Call the drafters together for a new life of their group."""
+        self._group[0] = life
 
     def read(self, place: int) -> Notice:
         """The record of one actor; figures may be of two neighbouring moments."""
-        values = self._records[place].item()[:10]
-        return Notice(values[0], Phase(values[1]), *values[2:])
+        values = self._records[place].item()[:12]
+        return Notice._make([values[0], Phase(values[1]), *values[2:11], bool(values[11])])
 
     def wipe(self, place: int) -> None:
         """Clear the record before the actor's next life starts."""
@@ -82,7 +102,9 @@ class Notices:
     """An actor's side: its own record, to write."""
 
     def __init__(self, fd: int, place: int, pid: int) -> None:
-        self._record = np.frombuffer(memoryview(memory.attach(fd)), _RECORD, count=1, offset=place * _RECORD.itemsize)
+        self._record = np.frombuffer(
+            memoryview(memory.attach(fd)), _RECORD, count=1, offset=_HEAD_BYTES + place * _RECORD.itemsize
+        )
         self._record["pid"] = pid
         self.progress()
 
@@ -94,6 +116,20 @@ class Notices:
         """Say how far this incarnation is."""
         self._record["phase"] = phase
         self.progress()
+
+    def come_to_group(self, life: int) -> None:
+        """Say to which life of the group this drafter has come."""
+        self._record["group"] = life
+
+    @contextmanager
+    def collective(self) -> Iterator[None]:
+        """Say for the time of the block that this drafter waits for the others: not its own silence."""
+        self._record["in_collective"] = 1
+        try:
+            yield
+        finally:
+            self._record["in_collective"] = 0
+            self.progress()
 
     def add(self, *, num_batches: int = 0, num_tokens: int = 0, waiting_s: float = 0.0) -> None:
         """Add to the counts of work done and of time waited."""

@@ -71,6 +71,7 @@ class Channel:
                 return answer.result(timeout=RESEND_S)
             except TimeoutError:
                 if not keep_waiting():
+                    answer.cancel()  # so it is not sent again
                     raise ChannelClosedError from None
 
     def close(self) -> None:
@@ -97,7 +98,8 @@ class Channel:
                 with self._wake_lock:
                     self._failure = error
         for _, waiting in [*pending.items(), *_drain(self._new)]:
-            waiting.answer.set_exception(self._failure or ChannelClosedError())
+            if waiting.answer.set_running_or_notify_cancel():
+                waiting.answer.set_exception(self._failure or ChannelClosedError())
 
     def _converse(self, wake: "zmq.Socket[bytes]", socket: "zmq.Socket[bytes]", pending: dict[int, _Pending]) -> None:
         poller = zmq.Poller()
@@ -138,8 +140,8 @@ def _take_answers(socket: "zmq.Socket[bytes]", pending: dict[int, _Pending]) -> 
     while socket.poll(0):
         reply = _decode(socket.recv())
         waiting = None if reply is None else pending.pop(reply.id, None)
-        if reply is None or waiting is None:
-            continue  # a second answer to a request that was sent twice
+        if reply is None or waiting is None or not waiting.answer.set_running_or_notify_cancel():
+            continue  # a second answer to a request that was sent twice, or nobody waits any more
         if isinstance(reply.body, Refused):
             waiting.answer.set_exception(ProtocolError(reply.body.reason))
         else:
@@ -158,6 +160,8 @@ def _decode(data: bytes) -> Reply | None:
 
 def _send_due(socket: "zmq.Socket[bytes]", pending: dict[int, _Pending]) -> None:
     now = time.monotonic()
+    for request_id in [request_id for request_id, waiting in pending.items() if waiting.answer.cancelled()]:
+        del pending[request_id]
     for waiting in pending.values():
         if waiting.due > now:
             continue

@@ -20,7 +20,7 @@ from types import FrameType
 
 from common import config as configuration
 from common.addresses import actor_name, exchange_address
-from common.board import Notices
+from common.board import Board, Notices
 from common.channel import Channel, ChannelClosedError
 from common.errors import (
     CheckpointError,
@@ -63,6 +63,7 @@ class Actor:
         self.name = actor_name(role, args.index)
         self.config = configuration.read(args.run_dir)
         self.incarnation = Incarnation(role, args.index, os.getpid(), start_time(os.getpid()))
+        self.board = Board(args.board_fd, 1 + self.config.num_targets + self.config.num_drafters)
         self.notices = Notices(args.board_fd, args.place, os.getpid())
         self.metrics = MetricsWriter(args.run_dir, self.name)
         self.stopping = False

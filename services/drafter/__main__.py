@@ -10,7 +10,6 @@ def _numbers(text: str) -> list[int]:
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--ring-fds", type=_numbers, required=True, help="one per target, separated by commas")
-    parser.add_argument("--group", type=int, required=True, help="life of the drafters' process group")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import torch
 
 from common.config import Config
 from services.drafter.evaluation import Acceptance, evaluate_batch, with_features_of_another_document
-from services.drafter.group import sum_over_ranks
+from services.drafter.group import Group
 from services.drafter.model import DraftModel
 from services.drafter.step import PackedBatch
 
@@ -28,11 +28,14 @@ class Evaluator:
         self._own += self._measure(batch)
         self._control += self._measure(with_features_of_another_document(batch))
 
-    def close(self, stopping: bool) -> tuple[Acceptance, Acceptance, bool]:
+    def begin(self) -> None:
+        """Forget what was measured."""
+        self._own, self._control = Acceptance(), Acceptance()
+
+    def close(self, group: Group, stopping: bool) -> tuple[Acceptance, Acceptance, bool]:
         """The acceptance and its control over all ranks, and whether any rank was told to stop."""
         counts = [self._own.num_rounds, self._own.num_tokens, self._control.num_rounds, self._control.num_tokens]
-        total = sum_over_ranks(torch.tensor([*counts, int(stopping)], device=self._embedding.device)).tolist()
-        self._own, self._control = Acceptance(), Acceptance()
+        total = group.add_up(torch.tensor([*counts, int(stopping)], device=self._embedding.device)).tolist()
         return Acceptance(*total[:2]), Acceptance(*total[2:4]), total[4] > 0
 
     def _measure(self, batch: PackedBatch) -> Acceptance:

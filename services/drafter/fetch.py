@@ -11,6 +11,9 @@ T tokens, K taps, H hidden size, D documents.
 
 import itertools
 import logging
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, Queue
 from typing import NamedTuple
@@ -18,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from common.channel import ChannelClosedError
 from common.checksum import checksum
 from common.copy_stream import CopyStream, Mark, mark_computation
 from common.errors import ProtocolError
@@ -53,34 +57,40 @@ class Fetched:
 
 
 class Fetcher:
-    """The batches of one rank, in order, from `first_batch` on."""
+    """The batches of one rank, in order, from wherever it starts."""
 
-    def __init__(
-        self,
-        actor: Actor,
-        rings: list[RingReader],
-        device: torch.device,
-        plan_hash: bytes,
-        first_batch: int,
-    ) -> None:
+    def __init__(self, actor: Actor, rings: list[RingReader], device: torch.device, plan_hash: bytes) -> None:
         self._actor = actor
         self._rings = rings
         self._slots_per_ring = actor.config.ring.num_slots
         self._device = device
         self._plan_hash = plan_hash
         self._copies = CopyStream(device)
+        self._buffers = [HiddenBuffer(rings[0].layout, device) for _ in range(_NUM_BUFFERS)]
         self._free: Queue[_Buffer] = Queue()
-        for _ in range(_NUM_BUFFERS):
-            self._free.put(_Buffer(HiddenBuffer(rings[0].layout, device), mark_computation(device)))
         self._ready: Queue[tuple[BatchInfo, _Copied | None] | None] = Queue()
-        self._closed = False
-        stride = actor.config.num_drafters
-        actor.start_thread("fetch", lambda: self._fetch_all(itertools.count(first_batch + actor.index, stride)))
+        self._thread: threading.Thread | None = None
+        self._stopping = False
 
-    def next(self) -> Fetched | None:
-        """The next place of the sequence, or None at its end. The wait is counted."""
+    def start(self, first_batch: int) -> None:
+        """Fetch this rank's batches from `first_batch` on, a multiple of the number of ranks."""
+        self._free, self._ready, self._stopping = Queue(), Queue(), False
+        for buffer in self._buffers:
+            self._free.put(_Buffer(buffer, mark_computation(self._device)))
+        batches = itertools.count(first_batch + self._actor.index, self._actor.config.num_drafters)
+        self._thread = self._actor.start_thread("fetch", lambda: self._fetch_all(batches))
+
+    def stop(self) -> None:
+        """Fetch no more; when it returns, no slot is being read. All that was fetched is void."""
+        if self._thread is not None:
+            self._stopping = True
+            self._thread.join()
+            self._thread = None
+
+    def next(self, check: Callable[[], None]) -> Fetched | None:
+        """The next place of the sequence, or None at its end. The wait is counted; `check` may end it by raising."""
         with self._actor.waiting():
-            item = self._wait()
+            item = self._wait(check)
         if item is None:
             return None
         info, copied = item
@@ -91,16 +101,13 @@ class Fetcher:
         if fetched.buffer is not None:
             self._free.put(_Buffer(fetched.buffer, mark_computation(self._device)))
 
-    def close(self) -> None:
-        """Stop fetching."""
-        self._closed = True
-
-    def _wait(self) -> tuple[BatchInfo, _Copied | None] | None:
+    def _wait(self, check: Callable[[], None]) -> tuple[BatchInfo, _Copied | None] | None:
         while True:
             try:
                 return self._ready.get(timeout=_WAIT_S)
             except Empty:
                 self._actor.keep_waiting()
+                check()
 
     def _to_batch(self, info: BatchInfo, copied: _Copied) -> Fetched:
         rows = copied.rows
@@ -124,7 +131,7 @@ class Fetcher:
                 return
 
     def _fetch(self, batch: int) -> tuple[BatchInfo, _Copied | None] | None:
-        buffer = self._free.get()
+        buffer = self._take_buffer()
         while True:
             reply = self._ask(Next(batch))
             match reply:
@@ -141,8 +148,14 @@ class Fetcher:
                 case _:
                     raise ProtocolError(f"Next: needed Grant, NoBatch or Finished, found {reply}")
 
+    def _take_buffer(self) -> _Buffer:
+        while not self._stopping:
+            with suppress(Empty):
+                return self._free.get(timeout=_WAIT_S)
+        raise ChannelClosedError
+
     def _ask(self, body: Next | Release) -> ReplyBody:
-        return self._actor.channel.ask(body, lambda: not self._closed)
+        return self._actor.channel.ask(body, lambda: not self._stopping)
 
     def _copy(self, grant: Grant, buffer: _Buffer) -> _Copied | None:
         """Copy a slot out and check it; None where what arrived is not what was granted."""

@@ -1,5 +1,17 @@
-"""The drafters as one group: the same weights on every rank, one all-reduce per step."""
+"""The drafters as one group: the same weights on every rank, one all-reduce per step, and no death is the end.
 
+When a rank dies, the supervisor calls for a new life of the group. The survivors keep their state in
+memory, leave what they were doing, and come; the newcomer comes too; the one that is furthest gives
+its state to the others.
+
+    join --> train --> a rank died: GroupBrokenError --> join --> share state --> train ...
+
+The process group objects are made and dropped here directly: torch's global default group cannot be
+made again reliably after an abort (pytorch issue 151159).
+"""
+
+import logging
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -7,36 +19,133 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-_TIMEOUT_S = 600
+from common.lifecycle import Actor
+
+_FORMING_TIMEOUT_S = 30
+_NEW_LIFE_TIMEOUT_S = 60
+_COLLECTIVE_TIMEOUT_S = 24 * 3600  # a silent rank is the supervisor's to judge
+_POLL_S = 0.02
+_GPU_POLL_S = 0.0001
+log = logging.getLogger(__name__)
 
 
-def join_group(run_dir: Path, life: int, rank: int, world_size: int, device: torch.device) -> None:
-    """Meet the other ranks in a file of the run directory; `life` numbers the attempts, so that none meets the dead.
-
-    gloo on the CPU, nccl on GPUs; a group of one needs neither.
-    """
-    if world_size == 1:
-        return
-    meeting = run_dir / "rendezvous"
-    meeting.mkdir(exist_ok=True)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=FileStore(str(meeting / f"group-{life}"), world_size),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=_TIMEOUT_S),
-        device_id=device if device.type == "cuda" else None,
-    )
+class GroupBrokenError(Exception):
+    """A rank died; what was under way is void and the group forms anew."""
 
 
-def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """The sum of `values` over all ranks, in place; every rank must call it."""
-    if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(values)
-    return values
+class Group:
+    """This rank's place among the drafters. A group of one needs nobody and never breaks."""
 
+    def __init__(self, actor: Actor, device: torch.device) -> None:
+        self._actor = actor
+        self._device = device
+        self._rank = actor.index
+        self._size = actor.config.num_drafters
+        self._life = 0
+        self._backend: dist.ProcessGroupGloo | dist.ProcessGroupNCCL | None = None
 
-def leave_group() -> None:
-    """End the group where there is one."""
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
+    def join(self) -> None:
+        """Come to a life of the group that was not joined yet; returns when all ranks have come."""
+        self.leave()
+        while self._size > 1 and self._backend is None:
+            self._life = self._await_new_life()
+            self._actor.notices.come_to_group(self._life)
+            if self._all_have_come():
+                self._form()
+        log.info("group life %d of %d ranks", self._life, self._size)
+
+    def leave(self) -> None:
+        """Drop the process group, whatever is still under way in it."""
+        if self._backend is not None:
+            self._backend.abort()
+            self._backend = None
+
+    def check(self) -> None:
+        """Raise GroupBrokenError where the supervisor has called for a new life."""
+        if self._size > 1 and self._actor.board.group != self._life:
+            raise GroupBrokenError
+
+    def add_up(self, values: torch.Tensor) -> torch.Tensor:
+        """Replace `values` by their sum over all ranks; when it returns, the sum is whole.
+
+        Raises:
+            GroupBrokenError: a rank died; `values` are void.
+        """
+        if self._backend is not None:
+            self._complete(self._backend.allreduce([values]))
+        return values
+
+    def copy_from(self, source: int, tensors: list[torch.Tensor]) -> None:
+        """Overwrite `tensors` on every rank by those of rank `source`; GroupBrokenError as in `add_up`."""
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        for tensor in tensors:
+            if self._backend is not None:
+                self._complete(self._backend.broadcast([tensor], options))
+
+    def collect(self, number: int) -> list[int]:
+        """The number of every rank, in order of the ranks."""
+        numbers = torch.zeros(self._size, dtype=torch.int64, device=self._device)
+        numbers[self._rank] = number
+        return [int(n) for n in self.add_up(numbers).tolist()]
+
+    def _await_new_life(self) -> int:
+        """The supervisor calls for one as soon as it has taken the end of the rank that died."""
+        deadline = time.monotonic() + _NEW_LIFE_TIMEOUT_S
+        while (life := self._actor.board.group) == self._life:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the group broke, and nobody died within {_NEW_LIFE_TIMEOUT_S} s")
+            self._wait()
+        return life
+
+    def _all_have_come(self) -> bool:
+        """Wait until every rank is at the door; False where the life is over before."""
+        first = self._actor.args.place - self._rank
+        while self._actor.board.group == self._life:
+            if all(self._actor.board.read(first + rank).group == self._life for rank in range(self._size)):
+                return True
+            self._wait()
+        return False
+
+    def _wait(self) -> None:
+        self._actor.keep_waiting()
+        time.sleep(_POLL_S)
+
+    def _form(self) -> None:
+        meeting = self._actor.run_dir / "rendezvous"
+        meeting.mkdir(exist_ok=True)
+        try:
+            self._backend = self._make_backend(meeting / f"group-{self._life}")
+            self.add_up(torch.zeros(1, device=self._device))
+        except (RuntimeError, GroupBrokenError) as error:
+            log.warning("group life %d did not form: %s", self._life, error)
+            self.leave()
+
+    def _make_backend(self, meeting: Path) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
+        """gloo over the loopback interface on the CPU, nccl on GPUs."""
+        store = FileStore(str(meeting), self._size)
+        store.set_timeout(timedelta(seconds=_FORMING_TIMEOUT_S))
+        timeout = timedelta(seconds=_COLLECTIVE_TIMEOUT_S)
+        if self._device.type == "cuda":
+            nccl = dist.ProcessGroupNCCL.Options()
+            nccl._timeout = timeout
+            return dist.ProcessGroupNCCL(store, self._rank, self._size, nccl)
+        gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        gloo._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
+        gloo._timeout = timeout
+        return dist.ProcessGroupGloo(store, self._rank, self._size, gloo)
+
+    def _complete(self, work: dist.Work) -> None:
+        """Wait on the host, so that nothing is computed from half a sum.
+
+        On a GPU this costs one launch latency per step: what follows the sum (the optimizer) is launched
+        when it is whole, and the next forward while that still runs.
+        """
+        with self._actor.notices.collective():
+            try:
+                while self._device.type == "cuda" and not work.is_completed():
+                    self.check()
+                    time.sleep(_GPU_POLL_S)
+                work.wait()
+            except RuntimeError as error:
+                raise GroupBrokenError(str(error)) from error

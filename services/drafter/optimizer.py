@@ -4,11 +4,10 @@ Shapes: P parameter elements in all, M sums that travel with the gradients.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.config import TrainConfig
@@ -72,10 +71,15 @@ class MasterAdamW:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def reduce(self) -> None:
-        """Add up the buffers of all ranks, where there is more than one."""
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(self.buffer)
+    def reduce(self, add_up: Callable[[Tensor], object]) -> None:
+        """Add up the buffers of all ranks by `add_up`, in place."""
+        add_up(self.buffer)
+
+    def abandon(self) -> None:
+        """Forget what was accumulated for a step that will not be made."""
+        self.buffer.zero_()
+        for parameter in self.parameters:
+            parameter.grad = None
 
     @torch.no_grad()
     def step(self, step: int) -> StepResult:

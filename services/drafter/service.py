@@ -4,14 +4,13 @@ import logging
 
 import torch
 
-from common.board import Phase
 from common.layout import SlotLayout
 from common.lifecycle import Actor
 from common.ring import RingReader
 from services.drafter import checkpoint
 from services.drafter.fetch import Fetcher
 from services.drafter.frozen import load_embedding_and_head
-from services.drafter.group import join_group, leave_group
+from services.drafter.group import Group
 from services.drafter.model import DraftModel
 from services.drafter.optimizer import MasterAdamW
 from services.drafter.snapshots import Snapshots
@@ -37,12 +36,10 @@ def main(actor: Actor) -> None:
     snapshots = Snapshots(actor.run_dir, config, welcome.plan_hash, actor.index)
     if actor.index == 0:
         checkpoint.clean(actor.run_dir)
-    next_batch = snapshots.resume(model, optimizer)
-    join_group(actor.run_dir, actor.args.group, actor.index, config.num_drafters, device)
-    fetcher = Fetcher(actor, rings, device, welcome.plan_hash, next_batch)
-    actor.notices.phase(Phase.READY)
+    fetcher = Fetcher(actor, rings, device, welcome.plan_hash)
+    group = Group(actor, device)
     try:
-        Trainer(actor, model, frozen, optimizer, snapshots).train(fetcher, next_batch)
+        Trainer(actor, model, frozen, optimizer, snapshots, group).run(fetcher)
     finally:
-        fetcher.close()
-        leave_group()
+        fetcher.stop()
+        group.leave()

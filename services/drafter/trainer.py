@@ -1,5 +1,6 @@
 """Training: the sequence of the run, group by group, on this rank's share of the batches."""
 
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -7,17 +8,22 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
+from common.board import Phase
 from common.errors import TrainingDivergedError
 from common.lifecycle import Actor, StoppedError
 from services.drafter.anchors import choose_blocks
 from services.drafter.evaluator import Evaluator
 from services.drafter.fetch import Fetched, Fetcher
+from services.drafter.group import Group, GroupBrokenError
 from services.drafter.journal import Journal, StepFigures
 from services.drafter.model import DraftModel
 from services.drafter.noise import add_noise
 from services.drafter.optimizer import MasterAdamW, learning_rate
 from services.drafter.snapshots import Snapshots
 from services.drafter.step import PackedBatch, block_loss
+
+_NOWHERE = -1
+log = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -30,6 +36,7 @@ class Trainer:
         frozen: tuple[torch.Tensor, torch.Tensor],
         optimizer: MasterAdamW,
         snapshots: Snapshots,
+        group: Group,
     ) -> None:
         self._actor = actor
         self._config = actor.config
@@ -37,37 +44,73 @@ class Trainer:
         self._embedding, self._head = frozen
         self._optimizer = optimizer
         self._snapshots = snapshots
+        self._group = group
         self._journal = Journal(self._embedding.device, len(optimizer.sums))
         self._evaluator = Evaluator(model, frozen, actor.config)
+        self._position = _NOWHERE  # the first batch of the sequence that is not in the weights
         self._waited_s = 0.0
         self._num_skipped = 0  # in a row
         self._stop_requested = False  # by any rank, so all know it at the same step
 
-    def train(self, fetcher: Fetcher, next_batch: int) -> None:
-        """From batch `next_batch` to the end of the sequence.
+    def run(self, fetcher: Fetcher) -> None:
+        """To the end of the sequence, over every death among the ranks.
 
         Raises:
             StoppedError: told to stop; the checkpoint is on disk.
             TrainingDivergedError: too many steps in a row were not finite.
         """
+        while True:
+            try:
+                self._group.join()
+                self._share_state()
+                fetcher.start(self._position)
+                self._actor.notices.phase(Phase.READY)
+                self._train(fetcher)
+                break
+            except GroupBrokenError as error:
+                log.warning("the group broke at batch %d: %s", self._position, error)
+                fetcher.stop()
+                self._optimizer.abandon()
+        fetcher.stop()
+        self._save(self._optimizer.num_steps, required=True)
+        self._snapshots.export(self._model, self._optimizer)
+
+    def _share_state(self) -> None:
+        """All ranks go on from the one that is furthest; from disk only where none holds the run in memory."""
+        positions = self._group.collect(self._position)
+        furthest = max(positions)
+        if furthest == _NOWHERE:
+            self._position = self._snapshots.resume(self._model, self._optimizer)
+        elif min(positions) < furthest:
+            skipped = torch.tensor([self._num_skipped], device=self._embedding.device)
+            state = self._optimizer.state_dict()
+            self._group.copy_from(positions.index(furthest), [*state.values(), skipped])
+            self._optimizer.load_state_dict(state)
+            self._num_skipped = int(skipped)
+            log.info("rank %d gave its state: batch %d -> %d", positions.index(furthest), self._position, furthest)
+            self._position = furthest
+
+    def _train(self, fetcher: Fetcher) -> None:
         while first := self._next(fetcher):
             if first.info.kind == "train":
                 self._train_step(fetcher, first)
             else:
                 self._evaluate(fetcher, first)
-            next_batch += self._config.plan.batches_per_step
-            self._save_where_due(first, next_batch)
-        self._report(self._journal.flush())
-        self._snapshots.save(self._model, self._optimizer, self._optimizer.num_steps, next_batch, required=True)
-        self._snapshots.export(self._model, self._optimizer)
+            done = first.info.step + (first.info.kind == "train")
+            due = first.info.kind == "train" and done % self._config.checkpoint.every_steps == 0
+            if due or self._stop_requested:
+                self._save(done, required=self._stop_requested)
+            if self._stop_requested:
+                raise StoppedError
 
     def _train_step(self, fetcher: Fetcher, first: Fetched) -> None:
-        for fetched in self._group(fetcher, first):
+        for fetched in self._places(fetcher, first):
             if fetched.batch is not None:
                 self._accumulate(fetched.batch, fetched.info.epoch)
         self._optimizer.sums[-1] = float(self._actor.stopping)
-        self._optimizer.reduce()
+        self._optimizer.reduce(self._group.add_up)
         result = self._optimizer.step(first.info.step)
+        self._position += self._config.plan.batches_per_step
         self._report(self._journal.push(first.info.step + 1, result))
 
     def _accumulate(self, batch: PackedBatch, epoch: int) -> None:
@@ -80,12 +123,18 @@ class Trainer:
         self._actor.notices.add(num_batches=1, num_tokens=len(batch.input_ids))
 
     def _evaluate(self, fetcher: Fetcher, first: Fetched) -> None:
-        for fetched in self._group(fetcher, first):
-            if fetched.batch is not None:
-                self._evaluator.add(fetched.batch)
-        if not first.info.closes:
-            return
-        own, control, self._stop_requested = self._evaluator.close(self._actor.stopping)
+        """A whole evaluation, of one or more groups of batches: one place in the life of the run."""
+        self._evaluator.begin()
+        num_places = 0
+        group: Fetched | None = first
+        while group is not None:
+            for fetched in self._places(fetcher, group):
+                if fetched.batch is not None:
+                    self._evaluator.add(fetched.batch)
+            num_places += self._config.plan.batches_per_step
+            group = None if group.info.closes else self._next(fetcher)
+        own, control, self._stop_requested = self._evaluator.close(self._group, self._actor.stopping)
+        self._position += num_places
         self._snapshots.acceptance = own.tau
         self._actor.notices.show_acceptance(own.tau)
         self._actor.metrics.write(
@@ -96,7 +145,7 @@ class Trainer:
             num_tokens=own.num_tokens,
         )
 
-    def _group(self, fetcher: Fetcher, first: Fetched) -> Iterator[Fetched]:
+    def _places(self, fetcher: Fetcher, first: Fetched) -> Iterator[Fetched]:
         """This rank's places of a group, each recycled when the caller asks for the next."""
         yield first
         fetcher.recycle(first)
@@ -108,19 +157,14 @@ class Trainer:
 
     def _next(self, fetcher: Fetcher) -> Fetched | None:
         began = time.monotonic()
-        fetched = fetcher.next()
+        fetched = fetcher.next(self._group.check)
         self._waited_s += time.monotonic() - began
         self._actor.notices.progress()
         return fetched
 
-    def _save_where_due(self, last: Fetched, next_batch: int) -> None:
-        done = last.info.step + (last.info.kind == "train")
-        due = last.info.kind == "train" and done % self._config.checkpoint.every_steps == 0
-        if due or self._stop_requested:
-            self._report(self._journal.flush())
-            self._snapshots.save(self._model, self._optimizer, done, next_batch, required=self._stop_requested)
-        if self._stop_requested:
-            raise StoppedError
+    def _save(self, step: int, *, required: bool) -> None:
+        self._report(self._journal.flush())
+        self._snapshots.save(self._model, self._optimizer, step, self._position, required=required)
 
     def _report(self, figures: StepFigures | None) -> None:
         """Write the figures of a step and act on what all ranks read in them."""

@@ -203,8 +203,8 @@ class Router:
             raise ProtocolError(f"Next: needed a batch b with b % {self._num_drafters} = {rank}, found {batch}")
         self._cursors[rank] = batch
         for slot, record in self._leases.in_state(SlotState.READING):
-            if record.owner == _owner(sender) and record.batch < batch:  # by a late copy of an earlier Next
-                self._leases.follow(slot, Edge.RELEASE)
+            if record.owner == _owner(sender) and record.batch != batch:  # by a late Next, or broken off before its Release
+                self._leases.follow(slot, Edge.RELEASE if record.batch < batch else Edge.RETURN)
 
     def _wait_for(self, address: bytes, request_id: int, sender: Incarnation, batch: int) -> ReplyBody | None:
         if batch >= self._plan.num_batches:
