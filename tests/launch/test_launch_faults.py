@@ -13,11 +13,13 @@ import torch
 from common import config as configuration
 from common.checksum import checksum
 from common.dataset import Dataset
-from common.layout import HEADER_BYTES, SlotLayout
+from common.layout import HEADER_BYTES, SlotHeader, SlotLayout
 from common.memory import attach
 from common.ring import ReadableSlot, RingReader
 from common.slot_table import SlotState, SlotTable
 from tests.launch.launched_runs import TWO_BY_TWO, LaunchedRun, identity, open_files, shared_memory
+
+HUGE_NOISE = ("train.noise=gaussian", "train.noise_scale=3e38")  # no product of it is finite
 
 
 def test_a_killed_target_exchange_and_drafter_change_nothing(reference: LaunchedRun, run: LaunchedRun) -> None:
@@ -103,14 +105,15 @@ def test_an_actor_that_fails_again_and_again_ends_the_run(small_reference: Launc
 def test_a_damaged_slot_is_detected_and_produced_again(small_reference: LaunchedRun, run: LaunchedRun) -> None:
     run.start()
     run.wait_for_step(4)
-    with_frozen_drafters = _freeze(run, "drafter-0")
-    first, second = (slot for _, slot in _ready_slots(run, at_least=2))
+    frozen = _freeze(run, "drafter-0")
+    (_, first), (_, second), (third, slot) = _ready_slots(run, at_least=3)
     first.hidden_states.view(torch.int16)[-1, -1, -1] ^= 1
     second.rows.input_ids[0] ^= 1
-    _thaw(with_frozen_drafters)
+    _write_header(run, third, slot.header._replace(plan_hash=bytes(16)))
+    _thaw(frozen)
     assert run.end() == 0, run.log_tails()
-    found = re.findall(r"slot \d, batch \d+: (.*) checksum: needed .*; it is produced again", run.log("drafter-0"))
-    assert found == ["hidden states", "rows"]
+    found = re.findall(r"slot \d, batch \d+: (.*): needed .*; it is produced again", run.log("drafter-0"))
+    assert found == ["hidden states checksum", "rows checksum", "plan hash"]
     assert run.losses() == small_reference.losses()
     assert run.weights() == small_reference.weights()
 
@@ -131,9 +134,7 @@ def test_a_nan_skips_one_step_on_all_ranks(run: LaunchedRun) -> None:
 
 
 def test_too_many_steps_that_are_not_finite_end_the_run(run: LaunchedRun) -> None:
-    run.start(
-        'drafters.devices=["cpu", "cpu"]', "train.noise=gaussian", "train.noise_scale=3e38", "train.max_nonfinite_steps=2"
-    )
+    run.start('drafters.devices=["cpu", "cpu"]', *HUGE_NOISE, "train.max_nonfinite_steps=2")
     assert run.end() == 1
     assert "step 3: 3 steps in a row had a loss or gradient that is not finite (train.max_nonfinite_steps = 2)" in run.stderr
     assert run.skipped_steps() == [1, 2, 3]
@@ -177,10 +178,13 @@ def _poison(run: LaunchedRun) -> None:
     """Hidden states of NaN with the right checksum: as if the target had computed them."""
     (index, slot), *_ = _ready_slots(run, at_least=1)
     slot.hidden_states.fill_(torch.nan)
-    config = configuration.read(run.directory)
+    _write_header(run, index, slot.header._replace(hidden_checksum=int(checksum(slot.hidden_states))))
+
+
+def _write_header(run: LaunchedRun, index: int, header: SlotHeader) -> None:
+    start = index * SlotLayout.of(configuration.read(run.directory)).stride
     memory = memoryview(attach(_open(run, "target-0", "headrace-ring-0")))
-    start = index * SlotLayout.of(config).stride
-    slot.header._replace(hidden_checksum=int(checksum(slot.hidden_states))).pack_into(memory[start : start + HEADER_BYTES])
+    header.pack_into(memory[start : start + HEADER_BYTES])
 
 
 def _open(run: LaunchedRun, actor: str, name: str) -> int:
