@@ -71,7 +71,7 @@ class Child:
         if signum == signal.SIGKILL:
             os.killpg(self._process.pid, signum)
         else:
-            self._process.send_signal(signum)
+            signal.pidfd_send_signal(self._pidfd, signum)  # Popen's own would reap an end that take_exit has not seen
 
     def take_exit(self) -> Exit | None:
         """The end of the life, once, after the kernel reported it."""

@@ -20,8 +20,9 @@ from common.addresses import exchange_address
 from common.board import Board
 from common.config import Config
 from common.dataset import Dataset
-from common.errors import HeadraceError, ModelError, RunDirectoryBusyError
+from common.errors import ConfigError, HeadraceError, ModelError, RunDirectoryBusyError
 from common.slot_table import SlotTable
+from launch.child import Child
 from launch.live import LiveLine
 from launch.summary import summarize
 from launch.supervisor import Supervisor
@@ -56,14 +57,18 @@ def start(config: Config, run_dir: Path, dry_run: bool) -> int:
     topology = plan_topology(config)
     exchange_address(run_dir)
     _check_model(config)
+    run_dir = run_dir.absolute()
+    config = _with_paths(config, run_dir)
+    if config.data.synthetic is None:
+        _check_data(config)
     memory.check_available(topology.shared_bytes)
     print(f"{run_dir}\n{describe(topology)}", flush=True)
     if dry_run:
         return EXIT_DONE
-    run_dir = run_dir.absolute()
     lock = _lock(run_dir)
     try:
-        config = _with_data(config, run_dir)
+        if config.data.synthetic is not None:
+            write_synthetic(config, run_dir / "data")
         configuration.write(config, run_dir)
         return _run(config, topology, run_dir)
     finally:
@@ -78,15 +83,23 @@ def _run(config: Config, topology: Topology, run_dir: Path) -> int:
     live = LiveLine(topology, board, table)
     finished = supervisor.run(lambda: live.show(supervisor.restarts.total()))
     live.end()
+    if supervisor.culprit:
+        return _say_why(supervisor, supervisor.culprit)
     print(summarize(run_dir), flush=True)
     if finished:
         return EXIT_DONE
-    if supervisor.failure and supervisor.culprit:
-        lines = supervisor.culprit.last_lines()
-        print(f"error: {supervisor.failure}\n{lines}\n(all of it: {supervisor.culprit.log})", file=sys.stderr)
-        return EXIT_GAVE_UP
     print(f"stopped; go on with the same command and --run-dir {run_dir}")
     return EXIT_SIGNAL + supervisor.signum
+
+
+def _say_why(supervisor: Supervisor, culprit: Child) -> int:
+    """Input that an actor refused is one line, its last; all else comes with the end of the culprit's log."""
+    if supervisor.is_bad_input:
+        reason = culprit.last_lines(1).split(" ", 3)[-1]  # after date, time and level
+        print(f"error: {culprit.spec.name}: {reason}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    print(f"error: {supervisor.failure}\n{culprit.last_lines()}\n(all of it: {culprit.log})", file=sys.stderr)
+    return EXIT_GAVE_UP
 
 
 def _create_memory(topology: Topology) -> SharedFds:
@@ -95,20 +108,25 @@ def _create_memory(topology: Topology) -> SharedFds:
     return SharedFds(rings, control, memory.create("headrace-board", topology.board_bytes))
 
 
-def _with_data(config: Config, run_dir: Path) -> Config:
-    """Make up the data where the configuration says so, open it once, and name its folders."""
-    data = config.data
+def _with_paths(config: Config, run_dir: Path) -> Config:
+    """Where data and model are, for processes with another working directory; made-up data lie in the run directory."""
+    data, model = config.data, config.model
     if data.synthetic is not None:
-        write_synthetic(config, run_dir / "data")
-        path, eval_path = run_dir / "data" / "train", run_dir / "data" / "eval"
+        folders = str(run_dir / "data" / "train"), str(run_dir / "data" / "eval")
     else:
-        path, eval_path = Path(data.path).expanduser(), Path(data.eval_path).expanduser()
-    Dataset.open(path)
-    if data.eval_path or data.synthetic is not None:
-        Dataset.open(eval_path)
-    named = msgspec.structs.replace(data, path=str(path), eval_path=str(eval_path) if data.eval_path or data.synthetic else "")
-    model = msgspec.structs.replace(config.model, path=str(Path(config.model.path).expanduser().absolute()))
-    return msgspec.structs.replace(config, data=named, model=model)
+        folders = _absolute(data.path), _absolute(data.eval_path) if data.eval_path else ""
+    data = msgspec.structs.replace(data, path=folders[0], eval_path=folders[1])
+    return msgspec.structs.replace(config, data=data, model=msgspec.structs.replace(model, path=_absolute(model.path)))
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())
+
+
+def _check_data(config: Config) -> None:
+    """Open what was prepared, for its errors, before anything is written."""
+    for path in filter(None, (config.data.path, config.data.eval_path)):
+        Dataset.open(Path(path))
 
 
 def _check_model(config: Config) -> None:
@@ -119,8 +137,11 @@ def _check_model(config: Config) -> None:
 
 
 def _lock(run_dir: Path) -> int:
-    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fd = os.open(run_dir / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(run_dir / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"--run-dir: needed a directory to write to, found {run_dir}: {error.strerror}") from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

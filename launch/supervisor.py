@@ -45,11 +45,12 @@ class Supervisor:
         self.restarts: collections.Counter[str] = collections.Counter()
         self.failure = ""  # why the run was given up
         self.culprit: Child | None = None
+        self.is_bad_input = False  # the culprit refused its input before it was ever ready
         self._recent: dict[str, collections.deque[float]] = collections.defaultdict(collections.deque)
         self._due: dict[str, float] = {}  # name -> when to start again
         self._dumped: dict[str, float] = {}
         self._was_ready: set[str] = set()
-        self._group = 0
+        self._group = time.time_ns()  # a group never meets what a killed run left at the meeting place
         self._group_is_falling = False
         self._done: set[str] = set()
         self._interrupts = 0
@@ -96,6 +97,8 @@ class Supervisor:
         name, role = child.spec.name, child.spec.role
         self._channel.request(ActorDied(*exit_.owner))
         self._dumped.pop(name, None)
+        if self._board.read(child.spec.place).phase != Phase.STARTING:
+            self._was_ready.add(name)
         if exit_.code == EXIT_DONE and role == "drafter":
             self._done.add(name)
         elif self._interrupts and role == "drafter":
@@ -103,7 +106,7 @@ class Supervisor:
         elif role == "drafter" and self._group_is_falling:
             return
         elif exit_.code == EXIT_HOPELESS or (exit_.code > 0 and name not in self._was_ready):
-            self._give_up(child, f"{name} ended with {exit_}")
+            self._give_up(child, f"{name} ended with {exit_}", hopeless=exit_.code == EXIT_HOPELESS)
         else:
             log.warning("%s ended with %s", name, exit_)
             self._plan_restart(child, exit_)
@@ -152,7 +155,6 @@ class Supervisor:
         if notice.phase == Phase.STARTING:
             silent_s, limit_s = now - child.started_s, self._settings.ready_timeout_s
         else:
-            self._was_ready.add(name)
             silent_s, limit_s = now - notice.progress_s, self._settings.stall_timeout_s
         if name in self._dumped:
             if now >= self._dumped[name]:
@@ -165,9 +167,10 @@ class Supervisor:
     def _stop(self, role: str, on_tick: Callable[[], None]) -> None:
         """Ask the actors of a role to end and wait; what they need to end stays under watch."""
         deadline = time.monotonic() + self._settings.stop_timeout_s
+        signum = signal.SIGKILL if role == "drafter" and self._group_is_forming() else signal.SIGTERM
         for child in self._of(role):
             self._due.pop(child.spec.name, None)
-            child.send(signal.SIGTERM)
+            child.send(signum)
         while any(child.alive for child in self._of(role)) and not self.failure:
             if self._interrupts > 1 or time.monotonic() > deadline:
                 for child in self._of(role):
@@ -179,6 +182,10 @@ class Supervisor:
                 for child in self._of(role):
                     child.take_exit()
 
+    def _group_is_forming(self) -> bool:
+        """Whether a drafter still loads or waits for the others, deaf to SIGTERM and with nothing to save."""
+        return any(child.alive and self._board.read(child.spec.place).phase == Phase.STARTING for child in self._of("drafter"))
+
     def _kill_all(self) -> None:
         for child in self.children:
             child.send(signal.SIGKILL)
@@ -187,9 +194,10 @@ class Supervisor:
             for child in self.children:
                 child.take_exit()
 
-    def _give_up(self, child: Child, reason: str) -> None:
+    def _give_up(self, child: Child, reason: str, *, hopeless: bool = False) -> None:
         if not self.failure:
             self.failure, self.culprit = reason, child
+            self.is_bad_input = hopeless and child.spec.name not in self._was_ready
 
     def _interrupt(self, signum: int, frame: FrameType | None) -> None:
         self._interrupts += 1

@@ -64,7 +64,7 @@ def plan_topology(config: Config) -> Topology:
 
 
 def command(python: str, spec: ActorSpec, run_dir: Path, fds: SharedFds, supervisor_pid: int, group: int) -> list[str]:
-    """The command line of one life of an actor; `group` counts the lives of the drafters' process group."""
+    """The command line of one life of an actor; `group` numbers the lives of the drafters' process group."""
     line = [python, "-m", f"services.{spec.role}", "--run-dir", str(run_dir), "--index", str(spec.index)]
     line += ["--place", str(spec.place), "--parent", str(supervisor_pid), "--board-fd", str(fds.board)]
     if spec.role == "exchange":

@@ -32,6 +32,7 @@ class _Flight(NamedTuple):
     rows: TargetRows
     staging: HiddenBuffer
     slot: WritableSlot
+    total: torch.Tensor  # read by the copy stream: its memory stays taken until `copied`
     copied: Mark
 
 
@@ -74,7 +75,7 @@ class Publisher:
         copied = self._copies.mark()
         for place, array in zip(slot.rows, rows.packed, strict=True):
             place[:] = array
-        self._flights.put(_Flight(lease, rows, staging, slot, copied))
+        self._flights.put(_Flight(lease, rows, staging, slot, total, copied))
 
     def _take_staging(self) -> HiddenBuffer:
         with self._actor.waiting():

@@ -1,0 +1,163 @@
+"""Runs of `launch.start_all` as subprocesses, their actors as processes of the machine, and what they leave on disk."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common.metrics import read_metrics
+
+ROOT = Path(__file__).parent.parent.parent
+CONFIG = ROOT / "launch" / "configs" / "tiny.toml"
+SHORT = ["data.synthetic.num_samples=32", "data.synthetic.num_eval_samples=8", "plan.epochs=16", "evaluation.every_steps=24"]
+SHORT += ["checkpoint.every_steps=8", "supervision.backoff_s=0.1", 'targets.devices=["cpu"]', 'drafters.devices=["cpu"]']
+TWO_BY_TWO = ('targets.devices=["cpu", "cpu"]', 'drafters.devices=["cpu", "cpu"]')
+DEADLINE_S = 120.0
+
+
+class LaunchedRun:
+    """One run directory and the latest `start_all` on it; by default one target, one drafter, some sixty steps."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.stdout = self.stderr = ""
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self, *overrides: str, config: Path = CONFIG, flags: tuple[str, ...] = ()) -> "LaunchedRun":
+        """Start and return at once; later overrides win."""
+        line = [sys.executable, "-m", "launch.start_all", str(config), "--run-dir", str(self.directory), *flags]
+        settings = [*(SHORT if config == CONFIG else []), *overrides]
+        line += ["--set", *settings] if settings else []
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(line, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+        return self
+
+    def end(self) -> int:
+        """Wait; returns the exit code as `subprocess` gives it."""
+        assert self._process is not None
+        try:
+            self.stdout, self.stderr = self._process.communicate(timeout=DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            raise
+        return self._process.returncode
+
+    def signal(self, signum: signal.Signals) -> None:
+        """Signal the supervisor."""
+        assert self._process is not None
+        self._process.send_signal(signum)
+
+    def pids(self, name: str = "") -> list[int]:
+        """The living processes of the run, or those of one actor such as `target-0`."""
+        role, _, index = name.partition("-")
+        wanted = f"services.{role} --run-dir {self.directory} --index {index or 0} " if name else str(self.directory)
+        return [pid for pid in _all_pids() if wanted in _command_line(pid)]
+
+    def pid(self, name: str) -> int:
+        """The pid of an actor; waits where it is being restarted."""
+        self.wait_until(lambda: bool(self.pids(name)))
+        return self.pids(name)[0]
+
+    def wait_for_step(self, step: int) -> None:
+        """Return when the drafters reported that optimizer step."""
+        self.wait_until(lambda: max(self.losses(), default=0) >= step)
+
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        """Poll; fails where the run ends first."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not holds():
+            assert self._process is not None
+            assert self._process.poll() is None, self.log_tails()
+            assert time.monotonic() < deadline, self.log_tails()
+            time.sleep(0.01)
+
+    def kill_what_is_left(self) -> None:
+        """End the supervisor; its actors end with it."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.communicate()
+
+    def wait_until_gone(self, memory: set[tuple[int, int]]) -> None:
+        """Return when no process of the run is left and nobody holds its memory."""
+        deadline = time.monotonic() + DEADLINE_S
+        while self.pids() or memory & open_files():
+            assert time.monotonic() < deadline, [_command_line(pid) for pid in self.pids()]
+            time.sleep(0.01)
+
+    def losses(self, rank: int = 0) -> dict[int, float]:
+        """Loss per optimizer step; a step done again after a restart must have had the same loss, bit for bit."""
+        losses: dict[int, float] = {}
+        for line in self._figures(rank):
+            if "loss" in line:
+                assert losses.setdefault(line["step"], line["loss"]) == line["loss"], line
+        return losses
+
+    def steps(self, rank: int = 0) -> list[int]:
+        """The optimizer steps in the order in which they were reported."""
+        return [line["step"] for line in self._figures(rank) if "loss" in line]
+
+    def evaluations(self) -> dict[int, float]:
+        """Acceptance length per step before which it was measured."""
+        return {line["step"]: line["acceptance"] for line in self._figures(0) if "acceptance" in line}
+
+    def weights(self) -> bytes:
+        """The exported draft model."""
+        return (self.directory / "export" / "model.safetensors").read_bytes()
+
+    def log(self, name: str) -> str:
+        """All that an actor printed, over all its lives."""
+        return (self.directory / "logs" / f"{name}.log").read_text()
+
+    def num_lives(self, name: str) -> int:
+        """How many times an actor started."""
+        return len(re.findall(rf"---- {name} started, pid \d+ ----", self.log(name)))
+
+    def log_tails(self) -> str:
+        """For the message of a failed assertion."""
+        return "\n".join(f"{path.name}: {path.read_text()[-1500:]}" for path in (self.directory / "logs").glob("*"))
+
+    def skipped_steps(self, rank: int = 0) -> list[int]:
+        """The steps that left the weights alone."""
+        return [line["step"] for line in self._figures(rank) if line.get("skipped")]
+
+    def _figures(self, rank: int) -> list[dict[str, Any]]:
+        return list(read_metrics(self.directory, f"drafter-{rank}"))
+
+
+def shared_memory(pid: int) -> dict[str, Path]:
+    """The shared memory that an actor has open: its name -> its place under /proc."""
+    links = ((link, str(link.readlink())) for link in Path(f"/proc/{pid}/fd").iterdir())
+    return {target.split(":")[1].split(" ")[0]: link for link, target in links if target.startswith("/memfd:headrace-")}
+
+
+def identity(path: Path) -> tuple[int, int]:
+    """What names a file, also one without a name: device and inode."""
+    status = path.stat()
+    return status.st_dev, status.st_ino
+
+
+def open_files() -> set[tuple[int, int]]:
+    """The identities of all files that any process of the machine has open."""
+    found = set()
+    for pid in _all_pids():
+        try:
+            found |= {identity(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.exists()}
+        except OSError:
+            continue  # it ended
+    return found
+
+
+def _all_pids() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and int(entry.name) != os.getpid()]
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""

@@ -1,0 +1,127 @@
+"""What a person can get wrong: one line that says what, where, needed and found, the right exit code, nothing left behind."""
+
+import fcntl
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.launch.launched_runs import CONFIG, LaunchedRun
+
+SYNTHETIC = re.compile(r"\[data\.synthetic\].*?\n\n", re.DOTALL)
+
+
+def refuse(run: LaunchedRun, code: int, *parts: str) -> None:
+    """End the run and check how it said no."""
+    assert run.end() == code, run.stderr
+    assert run.stderr.startswith("error: ")
+    assert run.stderr.count("\n") == 1
+    for part in parts:
+        assert part in run.stderr
+    assert run.pids() == []
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("model.path=/nowhere", ["/nowhere"]),
+        ("model.random_init=false", ["model.path: needed *.safetensors in", "tiny_target, found none"]),
+        ("ring.slots=3", ["tiny.toml", "unknown field `slots`", "`ring`"]),
+        ("ring.num_slots=many", ["tiny.toml", "Expected `int`, got `str`", "`ring.num_slots`"]),
+        ("ring.num_slots=0", ["ring.num_slots: needed at least 1, found 0"]),
+        ("plan.max_tokens_per_batch=63", ["plan.max_tokens_per_batch: needed room for the longest bucket 64, found 63"]),
+        ("ring.num_slots=100000000", ["ring.num_slots", "GiB of shared memory, found"]),
+        ("plan.batches_per_step=0", ["plan.batches_per_step: needed a multiple of the 1 drafters, found 0"]),
+        ("seed", ["--set seed: needed key=value"]),
+    ],
+)
+def test_wrong_setting_is_refused_before_anything_is_made(run: LaunchedRun, override: str, parts: list[str]) -> None:
+    refuse(run.start(override), 2, *parts)
+    assert not run.directory.exists()
+
+
+def test_missing_configuration_file(run: LaunchedRun) -> None:
+    refuse(run.start(config=Path("nowhere.toml")), 2, "nowhere.toml: cannot be read: No such file or directory")
+    assert not run.directory.exists()
+
+
+@pytest.mark.parametrize("key", ["path", "eval_path"])
+def test_missing_data_set(small_reference: LaunchedRun, run: LaunchedRun, tmp_path: Path, key: str) -> None:
+    paths = {"path": small_reference.directory / "data" / "train", key: Path("nowhere")}
+    refuse(run.start(config=_with_data(tmp_path, paths)), 2, "nowhere: needed a prepared data set, found no such folder")
+    assert not run.directory.exists()
+
+
+def test_data_set_without_samples(small_reference: LaunchedRun, run: LaunchedRun, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    manifest = (small_reference.directory / "data" / "train" / "manifest.json").read_text()
+    manifest = re.sub(r'"num_samples": 32,\n  "num_tokens"', '"num_samples": 0,\n  "num_tokens"', manifest)
+    (empty / "manifest.json").write_text(re.sub(r'"files": \[.*?\]', '"files": []', manifest, flags=re.DOTALL))
+    refuse(run.start(config=_with_data(tmp_path, {"path": empty})), 2, f"{empty}: needed at least one sample, found none")
+    assert not run.directory.exists()
+
+
+def test_made_up_data_that_cannot_be_made(run: LaunchedRun) -> None:
+    refuse(run.start("data.synthetic.min_length=1"), 2, "data.synthetic.min_length: needed 2 to", "found 1")
+    assert [path.name for path in run.directory.iterdir()] == ["lock"]  # known only when the data are made
+
+
+def test_sample_longer_than_the_last_bucket(run: LaunchedRun) -> None:
+    refuse(run.start("plan.bucket_lengths=[16, 32]"), 2, "error: exchange: data.path: needed samples of at most 32 tokens")
+
+
+@pytest.mark.parametrize(
+    ("override", "found"),
+    [
+        ("plan.epochs=17", "of another batch plan: plan hash: needed"),
+        ("draft.block_size=3", "of another draft model: block_size: needed 3, found 4"),
+    ],
+)
+def test_checkpoint_of_another_run(small_reference: LaunchedRun, run: LaunchedRun, override: str, found: str) -> None:
+    for folder in ("data", "checkpoints"):
+        shutil.copytree(small_reference.directory / folder, run.directory / folder)
+    before = sorted(path.read_bytes() for path in run.directory.glob("checkpoints/*/*"))
+    refuse(run.start(override), 2, "error: drafter-0: ", str(run.directory / "checkpoints"), found)
+    assert sorted(path.read_bytes() for path in run.directory.glob("checkpoints/*/*")) == before
+
+
+def test_run_directory_in_use(run: LaunchedRun) -> None:
+    run.directory.mkdir()
+    with (run.directory / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        refuse(run.start(), 3, f"--run-dir: needed a directory of no other run, found {run.directory} locked")
+    assert [path.name for path in run.directory.iterdir()] == ["lock"]
+
+
+def test_run_directory_with_a_path_too_long_for_a_socket(run: LaunchedRun) -> None:
+    run.directory = run.directory / ("x" * 100)
+    refuse(run.start(), 2, "--run-dir: needed a path of at most 107 bytes with exchange.sock, found", "x" * 100)
+    assert not run.directory.parent.exists()
+
+
+def test_run_directory_that_is_a_file(run: LaunchedRun) -> None:
+    run.directory.write_text("mine")
+    refuse(run.start(), 2, f"--run-dir: needed a directory to write to, found {run.directory}: File exists")
+    assert run.directory.read_text() == "mine"
+
+
+def test_dry_run_prints_the_plan_and_starts_nothing(run: LaunchedRun) -> None:
+    assert run.start('drafters.devices=["cpu", "cpu"]', flags=("--dry-run",)).end() == 0
+    assert re.findall(r"^  (\S+) +python -m (\S+) +cpu$", run.stdout, re.MULTILINE) == [
+        ("exchange", "services.exchange"),
+        ("target-0", "services.target"),
+        ("drafter-0", "services.drafter"),
+        ("drafter-1", "services.drafter"),
+    ]
+    assert "  1 rings of 0.008 GiB, 0.008 GiB shared memory in all\n" in run.stdout
+    assert not run.directory.exists()
+
+
+def _with_data(folder: Path, paths: dict[str, Path]) -> Path:
+    """The tiny configuration with prepared data sets."""
+    lines = "\n".join(f'{key} = "{path}"' for key, path in paths.items())
+    config = folder / "prepared.toml"
+    config.write_text(SYNTHETIC.sub(f"[data]\n{lines}\n\n", CONFIG.read_text()))
+    return config
