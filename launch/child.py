@@ -44,11 +44,11 @@ class Child:
         """Whether a life was started and its end was not taken yet."""
         return self._process is not None
 
-    def start(self, fds: SharedFds, group: int) -> None:
+    def start(self, fds: SharedFds) -> None:
         """Start a life. Call from the main thread: the parent-death signal is tied to the thread that spawns."""
         assert self._process is None, f"{self.spec.name} is alive"
         _limit_log(self.log)
-        line = command(sys.executable, self.spec, self._run_dir, fds, os.getpid(), group)
+        line = command(sys.executable, self.spec, self._run_dir, fds, os.getpid())
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 line,

@@ -1,7 +1,7 @@
 """Starts the actors, watches them, restarts what dies, and ends the run. Loads no torch.
 
-The exchange and the targets are restarted one for one. The drafters are one group, because their
-collectives couple them: when one dies, all are ended and start again from the last checkpoint.
+Actors are restarted one for one. The drafters are one group, because their collectives couple them:
+when one dies, the survivors keep their state in memory and the group forms anew (services/drafter/group.py).
 
     start -> running -- all drafters done ------------------> stop targets -> stop exchange -> ended
                 |  ^                                              ^
@@ -24,9 +24,10 @@ from common.addresses import exchange_address
 from common.board import Board, Phase
 from common.channel import Channel
 from common.config import Config
-from common.lifecycle import EXIT_DONE, EXIT_HOPELESS, start_time
+from common.lifecycle import EXIT_DONE, EXIT_HOPELESS, EXIT_STOPPED, start_time
 from common.messages import ActorDied, Incarnation
 from launch.child import Child, Exit, wait_for_exit
+from launch.restarts import Restarts
 from launch.topology import SharedFds, Topology
 
 _TICK_S = 0.2
@@ -42,21 +43,23 @@ class Supervisor:
         self._fds = fds
         self._board = board
         self.children = [Child(spec, run_dir) for spec in topology.actors]
-        self.restarts: collections.Counter[str] = collections.Counter()
+        self._restarts = Restarts(config.supervision)
         self.failure = ""  # why the run was given up
         self.culprit: Child | None = None
         self.is_bad_input = False  # the culprit refused its input before it was ever ready
-        self._recent: dict[str, collections.deque[float]] = collections.defaultdict(collections.deque)
         self._due: dict[str, float] = {}  # name -> when to start again
         self._dumped: dict[str, float] = {}
         self._was_ready: set[str] = set()
-        self._group = time.time_ns()  # a group never meets what a killed run left at the meeting place
-        self._group_is_falling = False
         self._done: set[str] = set()
         self._interrupts = 0
         self._signum = 0
         identity = Incarnation("supervisor", 0, os.getpid(), start_time(os.getpid()))
         self._channel = Channel(exchange_address(run_dir), identity)
+
+    @property
+    def restarts(self) -> collections.Counter[str]:
+        """How often each actor was started again."""
+        return self._restarts.counts
 
     @property
     def signum(self) -> int:
@@ -67,16 +70,18 @@ class Supervisor:
         """Run to the end; True where the training came to its end."""
         handlers = {signum: signal.signal(signum, self._interrupt) for signum in (signal.SIGINT, signal.SIGTERM)}
         try:
+            self._call_group()
             for child in self.children:
                 self._start(child)
             while not (self._interrupts or self.failure or self._all_done("drafter")):
                 self._tick(on_tick)
             if not self.failure:
-                for role in ("drafter", "target", "exchange"):
-                    self._stop(role, on_tick)
+                self._stop_drafters(on_tick)
+                for role in ("target", "exchange"):
+                    self._end(self._of(role), signal.SIGTERM)
             return self._all_done("drafter") and not self.failure
         finally:
-            self._kill_all()
+            self._end(self.children, signal.SIGKILL)
             self._channel.close()
             for signum, handler in handlers.items():
                 signal.signal(signum, handler)
@@ -101,9 +106,7 @@ class Supervisor:
             self._was_ready.add(name)
         if exit_.code == EXIT_DONE and role == "drafter":
             self._done.add(name)
-        elif self._interrupts and role == "drafter":
-            return  # it was told to end
-        elif role == "drafter" and self._group_is_falling:
+        elif self._interrupts and exit_.code == EXIT_STOPPED:
             return
         elif exit_.code == EXIT_HOPELESS or (exit_.code > 0 and name not in self._was_ready):
             self._give_up(child, f"{name} ended with {exit_}", hopeless=exit_.code == EXIT_HOPELESS)
@@ -112,42 +115,34 @@ class Supervisor:
             self._plan_restart(child, exit_)
 
     def _plan_restart(self, child: Child, exit_: Exit) -> None:
-        name, now = child.spec.name, time.monotonic()
-        recent = self._recent[name]
-        recent.append(now)
-        while recent[0] < now - self._settings.window_s:
-            recent.popleft()
-        if len(recent) > self._settings.max_restarts:
-            self._give_up(child, f"{name} ended {len(recent)} times within {self._settings.window_s:g} s, last with {exit_}")
+        name = child.spec.name
+        due = self._restarts.plan(name)
+        if due is None:
+            settings = self._settings
+            times = f"{settings.max_restarts + 1} times within {settings.window_s:g} s"
+            self._give_up(child, f"{name} ended {times}, last with {exit_}")
             return
-        self.restarts[name] += 1
-        due = now + self._settings.backoff_s * (2 ** (len(recent) - 1) - 1)
+        self._due[name] = due
         if child.spec.role == "drafter":
-            self._fell_group(due)
-        else:
-            self._due[name] = due
+            self._call_group()
 
-    def _fell_group(self, due: float) -> None:
-        self._group_is_falling = True
+    def _call_group(self) -> None:
+        """Call the drafters together; those that were done are needed again. A life's number is never used twice."""
+        self._board.start_group(time.time_ns())
+        now = time.monotonic()
+        self._due |= dict.fromkeys(self._done, now)
         self._done.clear()
-        for child in self._of("drafter"):
-            child.send(signal.SIGKILL)
-            self._due[child.spec.name] = due
 
     def _start_due(self) -> None:
-        if self._group_is_falling and not any(child.alive for child in self._of("drafter")):
-            self._group_is_falling = False
-            self._group += 1
         now = time.monotonic()
         for child in self.children:
-            waits = child.alive or (child.spec.role == "drafter" and self._group_is_falling)
-            if not waits and self._due.get(child.spec.name, now + 1) <= now:
+            if not child.alive and self._due.get(child.spec.name, now + 1) <= now:
                 del self._due[child.spec.name]
                 self._start(child)
 
     def _start(self, child: Child) -> None:
         self._board.wipe(child.spec.place)
-        child.start(self._fds, self._group)
+        child.start(self._fds)
 
     def _check_progress(self, child: Child) -> None:
         """A hung actor is asked for its stacks, then killed; only its end makes its slots free again."""
@@ -156,6 +151,8 @@ class Supervisor:
             silent_s, limit_s = now - child.started_s, self._settings.ready_timeout_s
         else:
             silent_s, limit_s = now - notice.progress_s, self._settings.stall_timeout_s
+        if self._waits_for_others(child):
+            return
         if name in self._dumped:
             if now >= self._dumped[name]:
                 child.send(signal.SIGKILL)
@@ -164,34 +161,36 @@ class Supervisor:
             child.send(signal.SIGUSR1)
             self._dumped[name] = now + _DUMP_S
 
-    def _stop(self, role: str, on_tick: Callable[[], None]) -> None:
-        """Ask the actors of a role to end and wait; what they need to end stays under watch."""
+    def _waits_for_others(self, child: Child) -> bool:
+        """Whether it waits in a collective for a drafter that is not there: then the other one is to be judged."""
+        group = [self._board.read(other.spec.place) for other in self._of("drafter") if other.alive]
+        waits = child.spec.role == "drafter" and self._board.read(child.spec.place).in_collective
+        return waits and not all(notice.in_collective for notice in group)
+
+    def _stop_drafters(self, on_tick: Callable[[], None]) -> None:
+        """They finish a step together and save. Without one that holds the run in memory there is nothing to save."""
         deadline = time.monotonic() + self._settings.stop_timeout_s
-        signum = signal.SIGKILL if role == "drafter" and self._group_is_forming() else signal.SIGTERM
-        for child in self._of(role):
-            self._due.pop(child.spec.name, None)
+        while any(child.alive for child in self._of("drafter")) and not self.failure:
+            alive = [child for child in self._of("drafter") if child.alive]
+            ready = [child for child in alive if self._board.read(child.spec.place).phase == Phase.READY]
+            if not ready or self._interrupts > 1 or time.monotonic() > deadline:
+                self._end(alive, signal.SIGKILL)
+                return
+            for child in ready:
+                child.send(signal.SIGTERM)
+            self._tick(on_tick)
+
+    def _end(self, children: list[Child], signum: signal.Signals) -> None:
+        """Signal the children and wait for their ends; after a time, or a second Ctrl-C, kill them."""
+        deadline = time.monotonic() + self._settings.stop_timeout_s
+        for child in children:
             child.send(signum)
-        while any(child.alive for child in self._of(role)) and not self.failure:
+        while any(child.alive for child in children):
             if self._interrupts > 1 or time.monotonic() > deadline:
-                for child in self._of(role):
+                for child in children:
                     child.send(signal.SIGKILL)
-            if role == "drafter":
-                self._tick(on_tick)
-            else:
-                wait_for_exit(self._of(role), _TICK_S)
-                for child in self._of(role):
-                    child.take_exit()
-
-    def _group_is_forming(self) -> bool:
-        """Whether a drafter still loads or waits for the others, deaf to SIGTERM and with nothing to save."""
-        return any(child.alive and self._board.read(child.spec.place).phase == Phase.STARTING for child in self._of("drafter"))
-
-    def _kill_all(self) -> None:
-        for child in self.children:
-            child.send(signal.SIGKILL)
-        while any(child.alive for child in self.children):
-            wait_for_exit(self.children, _TICK_S)
-            for child in self.children:
+            wait_for_exit(children, _TICK_S)
+            for child in children:
                 child.take_exit()
 
     def _give_up(self, child: Child, reason: str, *, hopeless: bool = False) -> None:

@@ -63,15 +63,15 @@ def plan_topology(config: Config) -> Topology:
     )
 
 
-def command(python: str, spec: ActorSpec, run_dir: Path, fds: SharedFds, supervisor_pid: int, group: int) -> list[str]:
-    """The command line of one life of an actor; `group` numbers the lives of the drafters' process group."""
+def command(python: str, spec: ActorSpec, run_dir: Path, fds: SharedFds, supervisor_pid: int) -> list[str]:
+    """The command line of one life of an actor."""
     line = [python, "-m", f"services.{spec.role}", "--run-dir", str(run_dir), "--index", str(spec.index)]
     line += ["--place", str(spec.place), "--parent", str(supervisor_pid), "--board-fd", str(fds.board)]
     if spec.role == "exchange":
         return [*line, "--control-fd", str(fds.control)]
     if spec.role == "target":
         return [*line, "--ring-fd", str(fds.rings[spec.index])]
-    return [*line, "--ring-fds", ",".join(map(str, fds.rings)), "--group", str(group)]
+    return [*line, "--ring-fds", ",".join(map(str, fds.rings))]
 
 
 def inherited_fds(spec: ActorSpec, fds: SharedFds) -> list[int]:

@@ -14,6 +14,7 @@ import logging
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,7 @@ class Group:
         self._rank = actor.index
         self._size = actor.config.num_drafters
         self._life = 0
-        self._backend: dist.ProcessGroupGloo | dist.ProcessGroupNCCL | None = None
+        self._backend: Any = None  # a process group; the stubs of torch lack its methods
 
     def join(self) -> None:
         """Come to a life of the group that was not joined yet; returns when all ranks have come."""
@@ -121,7 +122,7 @@ class Group:
             log.warning("group life %d did not form: %s", self._life, error)
             self.leave()
 
-    def _make_backend(self, meeting: Path) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
+    def _make_backend(self, meeting: Path) -> Any:
         """gloo over the loopback interface on the CPU, nccl on GPUs."""
         store = FileStore(str(meeting), self._size)
         store.set_timeout(timedelta(seconds=_FORMING_TIMEOUT_S))

@@ -28,8 +28,21 @@ def test_what_actors_write_is_read_place_by_place() -> None:
     notices.show_acceptance(2.75)
     notice = board.read(39)
     assert began <= notice.progress_s <= time.monotonic()
-    assert notice._replace(progress_s=0.0) == Notice(77, Phase.READY, 0.0, 4, 9, 3, 30, 0.75, 1.5, 2.75)
-    assert board.read(38) == Notice(0, Phase.STARTING, 0.0, 0, 0, 0, 0, 0.0, 0.0, 0.0)
+    assert notice._replace(progress_s=0.0) == Notice(77, Phase.READY, 0.0, 4, 9, 3, 30, 0.75, 1.5, 2.75, 0, False)
+    assert board.read(38) == Notice(0, Phase.STARTING, 0.0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0, False)
+    os.close(fd)
+
+
+def test_drafters_read_the_life_of_their_group_and_who_has_come() -> None:
+    fd = make_fd(3)
+    board, notices = Board(fd, 3), Notices(fd, 2, pid=77)
+    board.start_group(41)
+    assert board.group == Board(fd, 3).group == 41
+    notices.come_to_group(41)
+    with notices.collective():
+        assert (board.read(2).group, board.read(2).in_collective) == (41, True)
+    assert not board.read(2).in_collective
+    assert board.read(0) == Notice(0, Phase.STARTING, 0.0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0, False)
     os.close(fd)
 
 
@@ -52,7 +65,7 @@ def test_a_wipe_clears_the_record_and_starts_its_clock() -> None:
     began = time.monotonic()
     board.wipe(0)
     assert board.read(0).progress_s >= began
-    assert board.read(0)._replace(progress_s=0.0) == Notice(0, Phase.STARTING, 0.0, 0, 0, 0, 0, 0.0, 0.0, 0.0)
+    assert board.read(0)._replace(progress_s=0.0) == Notice(0, Phase.STARTING, 0.0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0, False)
     assert (board.read(1).pid, board.read(1).step) == (2, 3)
     os.close(fd)
 

@@ -54,7 +54,6 @@ def test_steps_equal_torch_adamw_with_accumulation_and_clipping(max_norm: float,
     for step in range(NUM_STEPS):
         for batch in (2 * step, 2 * step + 1):
             optimizer.accumulate(backward(model, batch))
-        optimizer.reduce()
         result = optimizer.step(step)
 
         losses = [backward(reference, batch)[0] for batch in (2 * step, 2 * step + 1)]
@@ -161,7 +160,7 @@ def one_rank(rank: int, folder: str) -> None:
     optimizer = MasterAdamW(model, TRAIN, NUM_STEPS, num_sums=3)
     for step in range(3):
         optimizer.accumulate(backward(model, 2 * step + rank))
-        optimizer.reduce()
+        optimizer.reduce(dist.all_reduce)
         result = optimizer.step(step)
     torch.save({"weights": flat(model), "sums": result.sums}, f"{folder}/{rank}.pt")
     dist.destroy_process_group()

@@ -31,7 +31,7 @@ def make_supervisor(fds: SharedFds, run_dir: Path) -> Supervisor:
 
 def test_signals_to_a_child_that_has_ended_are_harmless(fds: SharedFds, tmp_path: Path) -> None:
     child = Child(TOPOLOGY.actors[0], tmp_path)
-    child.start(fds, group=0)  # ends at once: the run directory has no config.json
+    child.start(fds)  # ends at once: the run directory has no config.json
     wait_for_exit([child], timeout_s=60)
     child.send(signal.SIGTERM)
     child.send(signal.SIGUSR1)
@@ -50,7 +50,7 @@ def test_a_large_log_gets_one_predecessor(fds: SharedFds, tmp_path: Path) -> Non
     child.log.parent.mkdir()
     with child.log.open("wb") as log:
         log.truncate(17 * 2**20)
-    child.start(fds, group=0)
+    child.start(fds)
     wait_for_exit([child], timeout_s=60)
     assert child.take_exit() is not None
     assert (tmp_path / "logs" / "exchange.log.1").stat().st_size == 17 * 2**20

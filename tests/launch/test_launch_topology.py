@@ -38,13 +38,13 @@ def test_memory_of_a_run() -> None:
     [
         ("exchange", 0, [13, 12], ["--control-fd", "12"]),
         ("target", 1, [13, 11], ["--ring-fd", "11"]),
-        ("drafter", 1, [13, 10, 11], ["--ring-fds", "10,11", "--group", "7"]),
+        ("drafter", 1, [13, 10, 11], ["--ring-fds", "10,11"]),
     ],
 )
 def test_an_actor_gets_the_memory_it_may_touch_and_no_more(role: str, index: int, fds: list[int], ending: list[str]) -> None:
     spec = ActorSpec(role, index, "cpu", place=4)
     assert inherited_fds(spec, FDS) == fds
-    assert command("py", spec, RUN, FDS, supervisor_pid=99, group=7) == [
+    assert command("py", spec, RUN, FDS, supervisor_pid=99) == [
         *["py", "-m", f"services.{role}", "--run-dir", "/runs/a", "--index", str(index)],
         *["--place", "4", "--parent", "99", "--board-fd", "13"],
         *ending,
