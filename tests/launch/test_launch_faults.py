@@ -30,7 +30,7 @@ def test_a_killed_target_exchange_and_drafter_change_nothing(reference: Launched
         os.kill(killed, signal.SIGKILL)
         run.wait_until(lambda name=name, killed=killed: run.pids(name) not in ([], [killed]))  # type: ignore[misc]
     assert run.end() == 0, run.log_tails()
-    assert [run.num_lives(name) for name in ("exchange", "drafter-0", "drafter-1", "target-1")] == [2, 2, 2, 1]
+    assert [run.num_lives(name) for name in ("exchange", "drafter-0", "drafter-1", "target-1")] == [2, 1, 2, 1]
     assert run.losses() == reference.losses()
     assert run.evaluations() == reference.evaluations()
     assert run.weights() == reference.weights()
