@@ -185,6 +185,13 @@ class ProcessRun:
             assert self.exchange.poll() is None, self.log.read_text()
             time.sleep(0.01)
 
+    def wait_until_taken(self, num_batches: int) -> None:
+        """Until the records of all drafters have that many lines in all."""
+        deadline = time.monotonic() + 60  # a hung test ends; nothing is asserted of time
+        while sum(len(read_record(self.run_dir, rank)) for rank in range(self.config.num_drafters)) < num_batches:
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.002)
+
     def start(self, role: str, index: int) -> None:
         """The next life of an actor."""
         process = FORKS.Process(target=LIVES[role], args=(self.run_dir, index, self.rings), daemon=True)

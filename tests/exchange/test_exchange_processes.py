@@ -19,7 +19,8 @@ from common.messages import Hello, Incarnation, Refused, Reply, Request, Welcome
 from services.exchange.plan import Plan
 from tests.exchange.process_run import ProcessRun, read_record
 
-NUM_KILLS = 24
+NUM_KILLS = 14
+BATCHES_BETWEEN_KILLS = 7
 
 
 def expected_record(run: ProcessRun, rank: int) -> list[tuple[int, int]]:
@@ -42,11 +43,11 @@ def test_every_batch_is_taken_once_and_in_order_though_anybody_is_killed_at_any_
         for role, index in places:
             run.start(role, index)
         run.wait_until_ready()
-        drafters = [run.actors["drafter", rank] for rank in range(2)]
         for number in range(NUM_KILLS):
-            time.sleep(rng.random() * 0.15)
+            run.wait_until_taken(number * BATCHES_BETWEEN_KILLS)
+            time.sleep(rng.random() * 0.02)
             alive = [place for place in places if run.actors[place].is_alive()]
-            run.kill(*(("exchange", 0) if number % 8 == 3 else rng.choice(alive)))
+            run.kill(*(("exchange", 0) if number % 7 == 3 else rng.choice(alive)))
         drafters = [run.actors["drafter", rank] for rank in range(2)]
         for drafter in drafters:
             drafter.join(60)
