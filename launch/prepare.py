@@ -21,7 +21,8 @@ import numpy.typing as npt
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from common.dataset import DatasetWriter, Sample
+from common.arrow_file import Sample
+from common.dataset import DatasetWriter
 from common.errors import DataError, HeadraceError
 from common.target_shape import read_target_shape
 from launch.chat import load_tokenizer, render

@@ -96,7 +96,7 @@ def test_a_doubled_answer_is_ignored(exchange: Exchange, channel: Channel) -> No
 
 def test_answers_go_to_their_requests_in_any_order(exchange: Exchange, channel: Channel) -> None:
     answers = [channel.request(Next(batch)) for batch in range(5)]
-    waiting = {}
+    waiting: dict[int, bytes] = {}
     while len(waiting) < 5:
         identity, request = exchange.receive()
         waiting[request.id] = identity

@@ -7,7 +7,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from common.dataset import ROWS_PER_BATCH, SCHEMA, Dataset, DatasetWriter
+from common.arrow_file import Sample, to_batch
+from common.dataset import ROWS_PER_BATCH, Dataset, DatasetWriter
 from common.errors import DataError
 
 
@@ -149,7 +150,7 @@ def test_counts_that_disagree_are_an_error(tmp_path: Path) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     write(tmp_path / "set", make_samples(7))
     (tmp_path / "set" / "data-00001.arrow").unlink()
-    with pytest.raises(DataError, match=r"data-00001\.arrow: needed a file of \d+ bytes, found none"):
+    with pytest.raises(DataError, match=r"data-00001\.arrow \(rows 5 to 6\): needed a file of \d+ bytes, found none"):
         Dataset.open(tmp_path / "set")
 
 
@@ -158,7 +159,7 @@ def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
     path = tmp_path / "set" / "data-00001.arrow"
     num_bytes = path.stat().st_size
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(DataError, match=rf"data-00001\.arrow: needed {num_bytes} bytes, found {num_bytes - 1}"):
+    with pytest.raises(DataError, match=rf"data-00001\.arrow \(rows 5 to 6\): needed {num_bytes} bytes, found {num_bytes - 1}"):
         Dataset.open(tmp_path / "set")
 
 
@@ -188,13 +189,13 @@ def test_a_file_that_is_no_arrow_file_is_named_when_it_is_read(tmp_path: Path) -
 def test_a_file_of_another_schema_is_named_when_it_is_read(tmp_path: Path) -> None:
     write(tmp_path / "set", make_samples(5))
     replace_file(tmp_path / "set", to_arrow(pa.record_batch([pa.array([1, 2, 3, 4, 5])], names=["tokens"])))
-    with pytest.raises(DataError, match=r"data-00000\.arrow: needed the columns input_ids .*, found tokens int64"):
+    with pytest.raises(DataError, match=r"data-00000\.arrow: needed the columns .*, found tokens int64 \(rows 0 to 4\)"):
         _ = Dataset.open(tmp_path / "set").lengths
 
 
 def test_a_file_with_another_number_of_rows_is_named_when_it_is_read(tmp_path: Path) -> None:
     write(tmp_path / "set", make_samples(5))
-    batch = pa.record_batch([pa.array([[1]]), pa.array([[1]]), pa.array([1])], names=SCHEMA.names).cast(SCHEMA)
+    batch = to_batch([Sample(np.ones(1, np.int32), np.ones(1, np.bool_))])
     replace_file(tmp_path / "set", to_arrow(batch))
-    with pytest.raises(DataError, match=r"data-00000\.arrow: needed 5 rows, found 1"):
+    with pytest.raises(DataError, match=r"data-00000\.arrow \(rows 0 to 4\): needed 5 rows, found 1"):
         _ = Dataset.open(tmp_path / "set").lengths

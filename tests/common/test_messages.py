@@ -95,9 +95,9 @@ def test_arbitrary_bytes_raise_nothing_but_what_is_caught() -> None:
     whole = messages.encode(Request(1, SENDER, REQUESTS[1]))
     deep = [b"\x91" * 100_000, b"\x82\xa2id\x01\xa4body" + b"\x91" * 100_000]
     changed = [bytearray(whole) for _ in range(5000)]
-    for data in changed:
+    for buffer in changed:
         for _ in range(rng.randint(1, 5)):
-            data[rng.randrange(len(data))] = rng.randrange(256)
+            buffer[rng.randrange(len(buffer))] = rng.randrange(256)
     for data in [*deep, *map(bytes, changed), *(rng.randbytes(rng.randrange(50)) for _ in range(5000))]:
         for decode in (messages.decode_request, messages.decode_reply):
             try:

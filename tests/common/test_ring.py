@@ -2,8 +2,6 @@
 
 import gc
 import os
-import subprocess
-import sys
 from typing import Literal
 
 import msgspec
@@ -16,17 +14,12 @@ from common.checksum import checksum
 from common.errors import ProtocolError
 from common.layout import SlotHeader, SlotLayout
 from common.ring import RingReader, RingWriter, Rows
+from tests.exchange.process_run import FORKS, Inherited
 from tests.exchange.small_runs import make_config
 
 Layout = Literal["packed", "split"]
 NUM_SLOTS = 3
 TOKENS, TAPS, HIDDEN = 11, 2, 8
-
-WRITER = """
-import sys
-from tests.common.test_ring import fill_slots
-fill_slots(int(sys.argv[1]), sys.argv[2])
-"""
 
 
 def make_layout(layout: Layout) -> SlotLayout:
@@ -54,7 +47,6 @@ def make_rows(index: int) -> Rows:
 
 
 def fill_slots(fd: int, layout: Layout) -> None:
-    """The life of the writing process."""
     writer = RingWriter(fd, make_layout(layout), NUM_SLOTS)
     for index in range(NUM_SLOTS):
         slot = writer.open(index, TOKENS, 2)
@@ -64,6 +56,11 @@ def fill_slots(fd: int, layout: Layout) -> None:
         for place, array in zip(slot.rows, rows, strict=True):
             place[:] = array
         slot.seal(SlotHeader(b"p" * 16, index, index, TOKENS, 2, int(checksum(features)), rows.checksum()))
+
+
+def fill_slots_of(ring: Inherited, layout: Layout) -> None:
+    """The life of the writing process."""
+    fill_slots(ring.fd, layout)
 
 
 @pytest.fixture(params=["packed", "split"])
@@ -79,7 +76,10 @@ def make_ring(layout: Layout) -> int:
 def test_what_one_process_writes_another_reads_bit_for_bit(layout: Layout) -> None:
     fd = make_ring(layout)
     reader = RingReader(fd, make_layout(layout), NUM_SLOTS)
-    subprocess.run([sys.executable, "-c", WRITER, str(fd), layout], pass_fds=[fd], check=True)
+    writer = FORKS.Process(target=fill_slots_of, args=(Inherited(fd), layout))
+    writer.start()
+    writer.join()
+    assert writer.exitcode == 0
     os.close(fd)
     for index in range(NUM_SLOTS):
         slot = reader.open(index)

@@ -61,6 +61,9 @@ def test_a_stopped_and_a_killed_run_go_on_where_they_were(reference: LaunchedRun
     run.wait_until_gone(memory)
 
     run.start(*TWO_BY_TWO)
+    frozen = _freeze(run, "drafter-1")
+    run.wait_until(lambda: len(list((run.directory / "rendezvous").iterdir())) == 2)  # not where the killed group met
+    _thaw(frozen)
     assert run.end() == 0, run.log_tails()
     assert run.losses() == reference.losses()
     assert run.evaluations() == reference.evaluations()

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from common.dataset import Dataset, Sample
+from common.arrow_file import Sample
+from common.dataset import Dataset
 from launch import prepare
 from tests.launch.tiny_chat_model import CHATML, END, make_tokenizer, save_chat_model
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from common.dataset import Sample
+from common.arrow_file import Sample
 from common.errors import DataError
 from launch import prepare, regenerate
 from launch.chat import render

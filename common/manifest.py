@@ -1,0 +1,58 @@
+"""The manifest of a prepared data set: what its files hold, so that nothing else is taken for them."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from common.errors import DataError
+
+SCHEMA_VERSION = 1
+
+
+class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One Arrow file of a data set; `sha256` is "" where whoever wrote it left none."""
+
+    name: str
+    num_rows: int
+    num_bytes: int
+    sha256: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What `manifest.json` says; `source` is free and tells where the samples came from and what decided them."""
+
+    schema_version: int
+    num_samples: int
+    num_tokens: int
+    num_supervised_tokens: int | None  # None: not counted
+    max_length: int
+    fingerprint: str
+    files: list[FileEntry]
+    source: dict[str, Any]
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read `folder`/manifest.json.
+
+    Raises:
+        DataError: no manifest, or one of another schema version.
+    """
+    path = folder / "manifest.json"
+    try:
+        content = path.read_bytes()
+        version = msgspec.json.decode(content).get("schema_version")
+        if version != SCHEMA_VERSION:
+            raise DataError(f"{path}: needed schema version {SCHEMA_VERSION}, found {version}")
+        return msgspec.json.decode(content, type=Manifest)
+    except FileNotFoundError as error:
+        raise DataError(f"{folder}: needed manifest.json, found none (not a prepared data set, see launch.prepare)") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    except (msgspec.DecodeError, AttributeError) as error:
+        raise DataError(f"{path}: not a manifest: {error}") from error
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The content of `manifest.json`."""
+    return msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"

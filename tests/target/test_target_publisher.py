@@ -1,0 +1,155 @@
+"""The publisher on a real ring, announced to a small exchange that answers in the test's own process.
+
+B rows, S tokens of a row, K taps, H hidden size.
+"""
+
+import argparse
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import zmq
+
+from common import config as configuration
+from common import memory, messages
+from common.addresses import exchange_address
+from common.board import board_bytes
+from common.checksum import checksum
+from common.config import Config
+from common.layout import SlotLayout
+from common.lifecycle import Actor
+from common.messages import BatchInfo, Done, Held, Hello, Lease, Reply, SlotReady, Welcome
+from common.ring import RingReader, RingWriter, Rows
+from services.target.publisher import Publisher
+from services.target.rows import TargetRows
+
+ROOT = Path(__file__).parent.parent.parent
+NUM_SLOTS, PLAN_HASH = 2, b"p" * 16
+
+
+class SmallExchange:
+    """Welcomes, and says Done to SlotReady as soon as it may."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.ready: list[SlotReady] = []
+        self.may_answer = threading.Event()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._serve, args=(exchange_address(run_dir),))
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+
+    def _serve(self, address: str) -> None:
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+            socket.bind(address)
+            while not self._closing.is_set():
+                if not socket.poll(20):
+                    continue
+                peer, data = socket.recv_multipart()
+                request = messages.decode_request(data)
+                answer: Welcome | Done | None = None
+                if isinstance(request.body, Hello):
+                    answer = Welcome(PLAN_HASH, 10, 10)
+                elif isinstance(request.body, SlotReady) and self.may_answer.is_set():
+                    self.ready.append(request.body)
+                    answer = Done()
+                if answer is not None:
+                    socket.send_multipart([peer, messages.encode(Reply(request.id, answer))])
+            socket.close(linger=0)
+
+
+@pytest.fixture
+def exchange(tmp_path: Path) -> Iterator[SmallExchange]:
+    exchange = SmallExchange(tmp_path)
+    yield exchange
+    exchange.close()
+
+
+@pytest.fixture
+def actor(tmp_path: Path, exchange: SmallExchange, monkeypatch: pytest.MonkeyPatch, scale: int) -> Iterator[Actor]:
+    monkeypatch.chdir(ROOT)
+    overrides = [
+        f"plan.bucket_lengths=[{200 * scale}]",
+        f"plan.max_tokens_per_batch={300 * scale}",
+        f"ring.num_slots={NUM_SLOTS}",
+    ]
+    overrides += ["draft.tap_layers=[0, 1, 2, 3]", "ring.dtype=float32"]  # much to copy for few rows
+    configuration.write(configuration.load(ROOT / "launch" / "configs" / "tiny.toml", overrides), tmp_path)
+    board = memory.create("board", board_bytes(1))
+    actor = Actor("target", argparse.Namespace(run_dir=tmp_path, index=0, board_fd=board, place=0))
+    actor.join()
+    yield actor
+    actor.close()
+
+
+@pytest.mark.parametrize(("device", "scale"), [("cpu", 1), pytest.param("cuda", 1000, marks=pytest.mark.gpu)])
+def test_header_has_the_checksums_of_what_the_slot_holds(
+    actor: Actor, exchange: SmallExchange, device: str, scale: int
+) -> None:
+    """On a GPU the next forward's allocations come while the checksum still waits for the copy before it."""
+    config, layout = actor.config, SlotLayout.of(actor.config)
+    fd = memory.create("ring", layout.ring_bytes(NUM_SLOTS))
+    publisher = Publisher(actor, RingWriter(fd, layout, NUM_SLOTS), NUM_SLOTS, torch.device(device), PLAN_HASH)
+    reader = RingReader(fd, layout, NUM_SLOTS)
+    exchange.may_answer.set()
+    for generation in (1, 2, 3):
+        slot = generation % NUM_SLOTS
+        rows, taps = _make_batch(config, [200 * scale, 100 * scale], generation, device)
+        publisher.send(_lease(slot, generation), rows, taps)
+        _later = [torch.full((), 7, dtype=torch.int64, device=device) for _ in range(64)]
+        _wait_until(lambda generation=generation: len(exchange.ready) == generation)  # type: ignore[misc]
+        written = reader.open(slot)
+        assert written.header.hidden_checksum == int(checksum(written.hidden_states))
+        assert written.header.rows_checksum == written.rows.checksum()
+        assert written.header[:5] == (PLAN_HASH, generation, 10 * generation, 300 * scale, 2)
+        for tap, hidden in zip(taps, written.hidden_states.unbind(1), strict=True):
+            real = torch.cat([tap[0], tap[1, : 100 * scale]])
+            assert torch.equal(hidden, real.cpu())
+
+
+@pytest.mark.parametrize("scale", [1])
+def test_a_lease_is_held_until_its_announcement_is_answered(actor: Actor, exchange: SmallExchange, scale: int) -> None:
+    layout = SlotLayout.of(actor.config)
+    ring = RingWriter(memory.create("ring", layout.ring_bytes(NUM_SLOTS)), layout, NUM_SLOTS)
+    publisher = Publisher(actor, ring, NUM_SLOTS, torch.device("cpu"), PLAN_HASH)
+    assert publisher.held() == []
+    for slot in (1, 0):
+        publisher.send(_lease(slot, generation=5 + slot), *_make_batch(actor.config, [3, 2], slot, "cpu"))
+    assert publisher.held() == [Held(0, 5), Held(1, 6)]
+    exchange.may_answer.set()
+    _wait_until(lambda: not publisher.held())
+    assert exchange.ready == [SlotReady(1, 6), SlotReady(0, 5)]
+
+
+def _wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _lease(slot: int, generation: int) -> Lease:
+    return Lease(slot, generation, BatchInfo(10 * generation, "train", 0, 0, True), [3, 4])
+
+
+def _make_batch(config: Config, lengths: list[int], seed: int, device: str) -> tuple[TargetRows, list[torch.Tensor]]:
+    """Rows of random tokens and one random tap [B, S, H] per tapped layer."""
+    random = np.random.default_rng(seed)
+    tokens = [random.integers(0, 60, length).astype(np.int32) for length in lengths]
+    packed = Rows(
+        input_ids=np.concatenate(tokens),
+        loss_mask=np.ones(sum(lengths), np.uint8),
+        position_ids=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
+        cu_seqlens=np.cumsum([0, *lengths], dtype=np.int32),
+        sample_ids=np.array([3, 4], np.int64),
+    )
+    generator = torch.Generator().manual_seed(seed)
+    shape = (len(lengths), max(lengths), config.shape.hidden_size)
+    taps = [torch.randn(shape, generator=generator).to(device) for _ in config.draft.tap_layers]
+    return TargetRows(torch.empty(0, dtype=torch.int64), lengths, packed), taps
