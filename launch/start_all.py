@@ -85,7 +85,7 @@ def _run(config: Config, topology: Topology, run_dir: Path) -> int:
     live.end()
     if supervisor.culprit:
         return _say_why(supervisor, supervisor.culprit)
-    print(summarize(run_dir), flush=True)
+    print(summarize(run_dir, config.num_drafters), flush=True)
     if finished:
         return EXIT_DONE
     print(f"stopped; go on with the same command and --run-dir {run_dir}")

@@ -1,18 +1,33 @@
 """What a run says at its end, from its metrics and its export folder."""
 
 from pathlib import Path
+from typing import Any
 
+from common.addresses import actor_name
 from common.metrics import read_metrics
 
 
-def summarize(run_dir: Path) -> str:
+def read_series(run_dir: Path, num_drafters: int) -> tuple[dict[int, float], dict[int, dict[str, Any]]]:
+    """Losses and evaluations by step, from all ranks: a rank that died misses what its peers have written."""
+    losses: dict[int, float] = {}
+    evaluations: dict[int, dict[str, Any]] = {}
+    for rank in range(num_drafters):
+        for line in read_metrics(run_dir, actor_name("drafter", rank)):
+            if "loss" in line:
+                losses[line["step"]] = line["loss"]
+            elif "acceptance" in line:
+                evaluations[line["step"]] = line
+    return dict(sorted(losses.items())), dict(sorted(evaluations.items()))
+
+
+def summarize(run_dir: Path, num_drafters: int) -> str:
     """Held-out acceptance before and after, the control, and where the drafter is."""
-    lines = list(read_metrics(run_dir, "drafter-0"))
-    evaluations = [line for line in lines if "acceptance" in line]
-    losses = [line["loss"] for line in lines if "loss" in line]
+    losses, by_step = read_series(run_dir, num_drafters)
+    evaluations = list(by_step.values())
     out = []
     if losses:
-        out.append(f"loss                                   {losses[0]:.4f} -> {losses[-1]:.4f}")
+        first, last = losses[min(losses)], losses[max(losses)]
+        out.append(f"loss                                   {first:.4f} -> {last:.4f}")
     if evaluations:
         before, after = evaluations[0]["acceptance"], evaluations[-1]["acceptance"]
         control = evaluations[-1]["acceptance_other_prompt"]

@@ -51,9 +51,10 @@ class Group:
         while self._size > 1 and self._backend is None:
             self._life = self._await_new_life()
             self._actor.notices.come_to_group(self._life)
+            log.info("group life %d: waiting for %d ranks", self._life, self._size)
             if self._all_have_come():
                 self._form()
-        log.info("group life %d of %d ranks", self._life, self._size)
+        log.info("group life %d: all ranks have come", self._life)
 
     def leave(self) -> None:
         """Drop the process group, whatever is still under way in it."""

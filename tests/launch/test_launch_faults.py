@@ -31,6 +31,8 @@ def test_a_killed_target_exchange_and_drafter_change_nothing(reference: Launched
         run.wait_until(lambda name=name, killed=killed: run.pids(name) not in ([], [killed]))  # type: ignore[misc]
     assert run.end() == 0, run.log_tails()
     assert [run.num_lives(name) for name in ("exchange", "drafter-0", "drafter-1", "target-1")] == [2, 1, 2, 1]
+    assert run.steps(rank=0) == reference.steps(rank=0)  # the survivor rolled nothing back: every step once
+    assert "rank 0 gave its state" in run.log("drafter-1")
     assert run.losses() == reference.losses()
     assert run.evaluations() == reference.evaluations()
     assert run.weights() == reference.weights()
@@ -73,7 +75,7 @@ def test_a_stopped_and_a_killed_run_go_on_where_they_were(reference: LaunchedRun
 def test_a_stop_does_not_wait_for_drafters_that_wait_for_each_other(run: LaunchedRun) -> None:
     run.start('drafters.devices=["cpu", "cpu"]', "supervision.stop_timeout_s=1000")
     os.kill(run.pid("drafter-1"), signal.SIGSTOP)
-    run.wait_until(lambda: any((run.directory / "rendezvous").glob("*")))  # drafter-0 is there
+    run.wait_until(lambda: "waiting for 2 ranks" in run.log("drafter-0"))
     run.signal(signal.SIGTERM)
     assert run.end() == 143
     assert run.pids() == []

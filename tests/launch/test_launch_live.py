@@ -56,10 +56,10 @@ def test_line_shows_figures_rates_and_time_left(monkeypatch: pytest.MonkeyPatch,
 def test_summary_of_a_run(tmp_path: Path) -> None:
     metrics = MetricsWriter(tmp_path, "drafter-0")
     metrics.write(step=0, acceptance=1.0, acceptance_other_prompt=1.0)
-    metrics.write(step=1, loss=4.0)
+    MetricsWriter(tmp_path, "drafter-1").write(step=1, loss=4.0)  # drafter-0 died before it wrote this one
     metrics.write(step=2, loss=3.0)
     metrics.write(step=2, acceptance=2.5, acceptance_other_prompt=1.25)
-    assert summarize(tmp_path).splitlines() == [
+    assert summarize(tmp_path, 2).splitlines() == [
         "loss                                   4.0000 -> 3.0000",
         "held-out acceptance length             1.000 before, 2.500 after training",
         "  with another prompt's hidden states  1.250; the hidden states carry 1.250",
@@ -67,4 +67,4 @@ def test_summary_of_a_run(tmp_path: Path) -> None:
 
 
 def test_summary_of_a_run_that_never_stepped(tmp_path: Path) -> None:
-    assert summarize(tmp_path) == ""
+    assert summarize(tmp_path, 2) == ""
