@@ -43,6 +43,7 @@ def flat(model: nn.Module) -> Tensor:
 def train(model: nn.Module, optimizer: MasterAdamW, steps: range) -> None:
     for step in steps:
         optimizer.accumulate(backward(model, step))
+        optimizer.reduce()
         optimizer.step(step)
 
 
