@@ -94,12 +94,15 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     warmup_ratio: float = 0.04
     max_grad_norm: float = 1.0
     weight_decay: float = 0.0
-    decay_gamma: float = 7.0  # weight of slot k is exp(-(k - 1) / gamma)
+    loss: Literal["decay", "dpace"] = "decay"  # how the slots of a block are weighted
+    decay_gamma: float = 7.0  # of "decay": weight of slot k is exp(-(k - 1) / gamma)
+    contiguous_prefix: bool = True  # labels of a block end at its first token that is not supervised
     anchors_per_document: int = 512
     anchors_per_batch: int = 4096  # constant number of blocks in a step
     noise: Literal["off", "uniform", "gaussian"] = "off"
     noise_scale: float = 0.05
     max_nonfinite_steps: int = 5  # in a row; one more ends the run
+    profile_steps: list[int] = []  # [first, last]: traced with torch.profiler, on every drafter
 
 
 class EvaluationConfig(Section, frozen=True, kw_only=True):
@@ -256,6 +259,8 @@ def _check(config: Config) -> None:
     fits = train.anchors_per_batch >= samples
     _need(fits, "train.anchors_per_batch", f"at least plan.max_samples_per_batch {samples}", train.anchors_per_batch)
     _need(train.decay_gamma > 0, "train.decay_gamma", "above 0", train.decay_gamma)
+    window = train.profile_steps
+    _need(not window or (len(window) == 2 and 1 <= window[0] <= window[1]), "train.profile_steps", "[first, last]", window)
     _need(checkpoint.every_steps >= 1, "checkpoint.every_steps", "at least 1", checkpoint.every_steps)
     _need(checkpoint.keep >= 1, "checkpoint.keep", "at least 1", checkpoint.keep)
 

@@ -24,9 +24,9 @@ class Blocks:
     anchors: Ints  # [N] packed row of the anchor
     documents: Ints  # [N] document of the anchor in the batch
     valid: Bools  # [N]
-    tokens: Ints  # [N, B] the anchor token, then mask tokens
+    anchor_tokens: Ints  # [N]
     labels: Ints  # [N, B - 1] the true token of slot 1, 2, ...; 0 where there is none
-    label_mask: Bools  # [N, B - 1] a contiguous prefix of every row
+    label_mask: Bools  # [N, B - 1] a contiguous prefix of every row, unless train.contiguous_prefix is off
 
 
 def choose_blocks(input_ids: Ints, loss_mask: Bools, cu_seqlens: Ints, sample_ids: Ints, epoch: int, config: Config) -> Blocks:
@@ -85,12 +85,20 @@ def _blocks(anchors: Ints, input_ids: Ints, loss_mask: Bools, cu_seqlens: Ints, 
     valid = np.arange(num_blocks) < len(anchors)
     anchors = np.pad(anchors, (0, num_blocks - len(anchors)))
     documents = np.searchsorted(cu_seqlens, anchors, side="right") - 1
-    tokens = np.full((num_blocks, block_size), config.draft.mask_token_id, dtype=np.int64)
-    tokens[valid, 0] = input_ids[anchors[valid]]
+    anchor_tokens = np.where(valid, input_ids[anchors], config.draft.mask_token_id)
 
     rows = anchors[:, None] + np.arange(1, block_size)
     inside = (rows < cu_seqlens[documents + 1][:, None]) & valid[:, None]
     rows = np.where(inside, rows, 0)
-    label_mask = np.logical_and.accumulate(inside & loss_mask[rows], axis=1)
+    label_mask = inside & loss_mask[rows]
+    if config.train.contiguous_prefix:
+        label_mask = np.logical_and.accumulate(label_mask, axis=1)
     labels = np.where(label_mask, input_ids[rows], 0)
-    return Blocks(anchors=anchors, documents=documents, valid=valid, tokens=tokens, labels=labels, label_mask=label_mask)
+    return Blocks(
+        anchors=anchors,
+        documents=documents,
+        valid=valid,
+        anchor_tokens=anchor_tokens,
+        labels=labels,
+        label_mask=label_mask,
+    )

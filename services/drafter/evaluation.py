@@ -14,7 +14,8 @@ from torch import Tensor
 from common.config import Config
 from services.drafter.anchors import Blocks, all_blocks
 from services.drafter.model import DraftModel
-from services.drafter.step import PackedBatch, predict_blocks, upload
+from services.drafter.step import PackedBatch, predict_blocks
+from services.drafter.upload import upload
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def evaluate_batch(
     """Draft a block at every anchor of a batch and walk over its answers (waits for the device)."""
     accepted = np.zeros(len(batch.input_ids), dtype=np.int64)
     for blocks in all_blocks(batch.input_ids, batch.loss_mask, batch.cu_seqlens, config):
-        predictions = predict_blocks(model, embed_weight, head_weight, batch, blocks).cpu().numpy()
+        predictions = predict_blocks(model, embed_weight, head_weight, batch, blocks, config).cpu().numpy()
         accepted[blocks.anchors[blocks.valid]] = matching_prefix(predictions, blocks)[blocks.valid]
     return walk(accepted, batch.loss_mask, batch.cu_seqlens)
 

@@ -30,7 +30,8 @@ from common.layout import SlotHeader
 from common.lifecycle import Actor
 from common.messages import BatchInfo, Finished, Grant, Next, NoBatch, Release, ReplyBody
 from common.ring import RingReader, Rows
-from services.drafter.step import PackedBatch, upload
+from services.drafter.step import PackedBatch
+from services.drafter.upload import upload
 
 _NUM_BUFFERS = 2
 _WAIT_S = 0.1
@@ -111,11 +112,9 @@ class Fetcher:
 
     def _to_batch(self, info: BatchInfo, copied: _Copied) -> Fetched:
         rows = copied.rows
-        documents = np.repeat(np.arange(len(rows.sample_ids)), np.diff(rows.cu_seqlens))
         batch = PackedBatch(
             hidden_states=copied.buffer.hidden_states(len(rows.input_ids)),
             position_ids=upload(rows.position_ids, self._device),
-            documents=upload(documents, self._device),
             input_ids=rows.input_ids.astype(np.int64),
             loss_mask=rows.loss_mask.astype(np.bool_),
             cu_seqlens=rows.cu_seqlens.astype(np.int64),

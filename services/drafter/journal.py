@@ -21,6 +21,7 @@ class StepFigures(NamedTuple):
     stop_requested: bool  # by any rank
     num_labels: list[int]  # per slot 1 .. B - 1
     num_correct: list[int]
+    num_accepted: int  # leading correct slots of all blocks
 
 
 class Journal:
@@ -48,8 +49,15 @@ class Journal:
         step, copied, _ = self._pending
         self._pending = None
         copied.wait()
-        loss, grad_norm, skipped, _, _, *counts, stop = self._host.tolist()
-        half = len(counts) // 2
+        loss, grad_norm, skipped, _, _, accepted, *counts, stop = self._host.tolist()
+        correct, labels = counts[: len(counts) // 2], counts[len(counts) // 2 :]
         return StepFigures(
-            step, loss, grad_norm, skipped > 0, stop > 0, [round(n) for n in counts[half:]], [round(n) for n in counts[:half]]
+            step=step,
+            loss=loss,
+            grad_norm=grad_norm,
+            skipped=skipped > 0,
+            stop_requested=stop > 0,
+            num_labels=[round(n) for n in labels],
+            num_correct=[round(n) for n in correct],
+            num_accepted=round(accepted),
         )

@@ -1,19 +1,22 @@
 """The DFlash draft model; parameter names are those of the exported file.
 
-Shapes: T context rows, Q block rows, K taps, H hidden, Hq query heads, Hkv key and value heads, D head_dim.
+Shapes: T context rows, N blocks, B block size, Q = N * B block rows, M wanted rows among them, K taps, H hidden,
+Hq query heads, Hkv key and value heads, D head_dim.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.config import Config
-from services.drafter.attention import attend
+from services.drafter.attention import Attend, KeysValues
+from services.drafter.fused import fused
 
-KeysValues = tuple[Tensor, Tensor]  # key, normed and rotated, and value: both [Hkv, rows, D]
 Rotation = tuple[Tensor, Tensor]  # cosine and sine, float32 [rows, D]
+Place = Callable[[Tensor], Tensor]  # distinct rows to block rows
 
 
 def rotation(positions: Tensor, head_dim: int, theta: float) -> Rotation:
@@ -30,11 +33,45 @@ def rotation(positions: Tensor, head_dim: int, theta: float) -> Rotation:
     return angles.cos(), angles.sin()
 
 
-def rotate(heads: Tensor, angles: Rotation) -> Tensor:
-    """Rotate [heads, rows, D], pairing channel i with channel i + D / 2."""
+def in_blocks(rows: Tensor, block_size: int) -> Tensor:
+    """One row per anchor and the row that all mask slots share, [N + 1, W], as block rows [N * B, W]."""
+    masks = rows[-1:, None].expand(rows.shape[0] - 1, block_size - 1, -1)
+    return torch.cat([rows[:-1, None], masks], dim=1).flatten(0, 1)
+
+
+def as_they_are(rows: Tensor) -> Tensor:
+    """Every block row is its own."""
+    return rows
+
+
+def take(rows: Tensor, wanted: Tensor | None) -> Tensor:
+    """The wanted rows, or all."""
+    return rows if wanted is None else rows.index_select(0, wanted)
+
+
+@fused
+def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """[rows, W] -> [rows, W]."""
+    return F.rms_norm(rows, weight.shape, weight, eps)
+
+
+@fused
+def norm_and_rotate(heads: Tensor, weight: Tensor, cosine: Tensor, sine: Tensor, eps: float) -> Tensor:
+    """Norm each head of [rows, heads, D], then rotate it, pairing channel i with channel i + D / 2."""
+    heads = F.rms_norm(heads, weight.shape, weight, eps)
     first, second = heads.chunk(2, dim=-1)
-    cosine, sine = angles
-    return (heads * cosine + torch.cat([-second, first], dim=-1) * sine).to(heads.dtype)
+    rotated = heads * cosine[:, None] + torch.cat([-second, first], dim=-1) * sine[:, None]
+    return rotated.to(heads.dtype)
+
+
+@fused
+def finish_layer(
+    residual: Tensor, attended: Tensor, output: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor, eps: float
+) -> Tensor:
+    """From the heads' output to the end of a layer: [rows, H]; the last arguments but one are weights."""
+    hidden = residual + F.linear(attended, output)
+    normed = F.rms_norm(hidden, norm.shape, norm, eps)
+    return hidden + F.linear(F.silu(F.linear(normed, gate)) * F.linear(normed, up), down)
 
 
 def linear(in_features: int, out_features: int, dtype: torch.dtype) -> nn.Linear:
@@ -48,34 +85,35 @@ class Attention(nn.Module):
     def __init__(self, config: Config, dtype: torch.dtype) -> None:
         super().__init__()
         draft, hidden = config.draft, config.shape.hidden_size
-        self.head_dim = draft.head_dim
+        self.head_dim, self.eps = draft.head_dim, config.shape.rms_norm_eps
         self.q_proj = linear(hidden, draft.num_attention_heads * draft.head_dim, dtype)
         self.k_proj = linear(hidden, draft.num_key_value_heads * draft.head_dim, dtype)
         self.v_proj = linear(hidden, draft.num_key_value_heads * draft.head_dim, dtype)
         self.o_proj = linear(draft.num_attention_heads * draft.head_dim, hidden, dtype)
-        self.q_norm = nn.RMSNorm(draft.head_dim, eps=config.shape.rms_norm_eps, dtype=dtype)
-        self.k_norm = nn.RMSNorm(draft.head_dim, eps=config.shape.rms_norm_eps, dtype=dtype)
+        self.q_norm = nn.RMSNorm(draft.head_dim, eps=self.eps, dtype=dtype)
+        self.k_norm = nn.RMSNorm(draft.head_dim, eps=self.eps, dtype=dtype)
 
-    def keys_values(self, rows: Tensor, angles: Rotation) -> KeysValues:
+    def keys_values(self, rows: Tensor, angles: Rotation, place: Place = as_they_are) -> KeysValues:
         """Key and value heads of [rows, H]."""
-        key = self.k_norm(self._split_heads(self.k_proj(rows)))
-        return rotate(key, angles), self._split_heads(self.v_proj(rows))
+        key, value = (self._split_heads(place(project(rows))) for project in (self.k_proj, self.v_proj))
+        return norm_and_rotate(key, self.k_norm.weight, *angles, self.eps).transpose(0, 1), value.transpose(0, 1)
 
-    def forward(self, rows: Tensor, angles: Rotation, context: KeysValues, mask: Tensor) -> Tensor:
-        """[Q, H] -> [Q, H] under a mask [Q, T + Q]."""
-        query = rotate(self.q_norm(self._split_heads(self.q_proj(rows))), angles)
-        key, value = self.keys_values(rows, angles)
-        keys, values = torch.cat([context[0], key], dim=1), torch.cat([context[1], value], dim=1)
-        output: Tensor = self.o_proj(attend(query, keys, values, mask))
-        return output
+    def forward(
+        self, rows: Tensor, angles: Rotation, context: KeysValues, attend: Attend, place: Place, wanted: Tensor | None
+    ) -> Tensor:
+        """The heads' output [M, Hq * D] for the wanted rows, before `o_proj`."""
+        query = self._split_heads(take(place(self.q_proj(rows)), wanted))
+        own_angles = take(angles[0], wanted), take(angles[1], wanted)
+        query = norm_and_rotate(query, self.q_norm.weight, *own_angles, self.eps).transpose(0, 1)
+        return attend(query, context, self.keys_values(rows, angles, place))
 
     def _split_heads(self, rows: Tensor) -> Tensor:
-        num_rows, width = rows.shape
-        return rows.view(num_rows, width // self.head_dim, self.head_dim).transpose(0, 1)
+        """[rows, heads * D] -> [rows, heads, D]."""
+        return rows.view(rows.shape[0], rows.shape[1] // self.head_dim, self.head_dim)
 
 
 class MLP(nn.Module):
-    """The gated feed-forward part of a layer."""
+    """The weights of the gated feed-forward part of a layer; `finish_layer` computes it."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -83,10 +121,9 @@ class MLP(nn.Module):
         self.up_proj = linear(hidden_size, intermediate_size, dtype)
         self.down_proj = linear(intermediate_size, hidden_size, dtype)
 
-    def forward(self, rows: Tensor) -> Tensor:
-        """[Q, H] -> [Q, H]."""
-        output: Tensor = self.down_proj(F.silu(self.gate_proj(rows)) * self.up_proj(rows))
-        return output
+    def weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Gate, up and down."""
+        return self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
 
 
 class DraftLayer(nn.Module):
@@ -94,37 +131,54 @@ class DraftLayer(nn.Module):
 
     def __init__(self, config: Config, dtype: torch.dtype) -> None:
         super().__init__()
-        hidden, eps = config.shape.hidden_size, config.shape.rms_norm_eps
-        self.input_layernorm = nn.RMSNorm(hidden, eps=eps, dtype=dtype)
+        hidden, self.eps = config.shape.hidden_size, config.shape.rms_norm_eps
+        self.input_layernorm = nn.RMSNorm(hidden, eps=self.eps, dtype=dtype)
         self.self_attn = Attention(config, dtype)
-        self.post_attention_layernorm = nn.RMSNorm(hidden, eps=eps, dtype=dtype)
+        self.post_attention_layernorm = nn.RMSNorm(hidden, eps=self.eps, dtype=dtype)
         self.mlp = MLP(hidden, config.draft.intermediate_size, dtype)
 
-    def forward(self, hidden: Tensor, angles: Rotation, context: KeysValues, mask: Tensor) -> Tensor:
-        """[Q, H] -> [Q, H]."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), angles, context, mask)
-        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return output
+    def forward(
+        self,
+        rows: Tensor,
+        angles: Rotation,
+        context: KeysValues,
+        attend: Attend,
+        place: Place = as_they_are,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
+        """The wanted block rows after this layer, [M, H]; all rows serve as keys.
+
+        Args:
+            rows: block rows [Q, H], or distinct rows that `place` makes block rows.
+            angles: of the block rows.
+            context: keys and values of this layer.
+            attend: the attention of the wanted rows.
+            place: applied after the projections, so that equal rows are projected once.
+            wanted: int64 [M]; None for all.
+        """
+        normed = rms_norm(rows, self.input_layernorm.weight, self.eps)
+        attended = self.self_attn(normed, angles, context, attend, place, wanted)
+        weights = self.self_attn.o_proj.weight, self.post_attention_layernorm.weight, *self.mlp.weights()
+        return finish_layer(take(place(rows), wanted), attended, *weights, self.eps)
 
 
 class DraftModel(nn.Module):
     """DFlash (arXiv 2602.06036): target features enter every layer as keys and values, a block leaves in one pass.
 
-    The embedding and the head are the target's and not part of this module. `windows` maps each layer type in use
-    to the window of its mask (0 for a full layer).
+    The embedding and the head are the target's and not part of this module. `windows` holds the window
+    of every layer (0 for a full layer).
     """
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        draft, hidden, eps = config.draft, config.shape.hidden_size, config.shape.rms_norm_eps
+        draft, hidden, self.eps = config.draft, config.shape.hidden_size, config.shape.rms_norm_eps
         dtype: torch.dtype = getattr(torch, draft.dtype)
         self.head_dim, self.rope_theta = draft.head_dim, config.shape.rope_theta
-        self.layer_types = list(draft.layer_types)
-        self.windows = {kind: draft.sliding_window if kind == "sliding_attention" else 0 for kind in draft.layer_types}
+        self.windows = [draft.sliding_window if kind == "sliding_attention" else 0 for kind in draft.layer_types]
         self.fc = linear(len(draft.tap_layers) * hidden, hidden, dtype)
-        self.hidden_norm = nn.RMSNorm(hidden, eps=eps, dtype=dtype)
+        self.hidden_norm = nn.RMSNorm(hidden, eps=self.eps, dtype=dtype)
         self.layers = nn.ModuleList(DraftLayer(config, dtype) for _ in range(draft.num_layers))
-        self.norm = nn.RMSNorm(hidden, eps=eps, dtype=dtype)
+        self.norm = nn.RMSNorm(hidden, eps=self.eps, dtype=dtype)
         self.initialise(config.seed)
 
     @torch.no_grad()
@@ -139,8 +193,7 @@ class DraftModel(nn.Module):
 
     def project_context(self, taps: Tensor) -> Tensor:
         """Target features [T, K, H], of any float type, to the context [T, H] that all layers share."""
-        context: Tensor = self.hidden_norm(self.fc(taps.flatten(1).to(self.fc.weight.dtype)))
-        return context
+        return rms_norm(self.fc(taps.flatten(1).to(self.fc.weight.dtype)), self.hidden_norm.weight, self.eps)
 
     def context_keys_values(self, context: Tensor, positions: Tensor) -> list[KeysValues]:
         """Keys and values [Hkv, T, D] of the context [T, H], one pair per layer: what inference caches.
@@ -157,25 +210,30 @@ class DraftModel(nn.Module):
         embeddings: Tensor,
         positions: Tensor,
         context_keys_values: Sequence[KeysValues],
-        masks: Mapping[str, Tensor],
+        attends: Sequence[Attend],
+        wanted: Tensor | None = None,
     ) -> Tensor:
         """Block rows to the hidden states that the target's head turns into logits.
 
+        Every layer but the last computes all block rows, for they are keys of the next; the last computes the wanted.
+
         Args:
-            embeddings: [Q, H], the target's embedding of each block token: the anchor token, then masks.
+            embeddings: [N + 1, H], the target's embedding of every anchor token, then that of the mask token.
             positions: int64 [Q], anchor position + offset.
             context_keys_values: one pair per layer, see the method of that name.
-            masks: layer type -> bool [Q, T + Q], see `attention.visibility_mask`.
+            attends: one per layer; that of the last is of the wanted rows.
+            wanted: int64 [M], block rows; None for all.
 
         Returns:
-            [Q, H], after the final norm.
+            [M, H], after the final norm.
         """
         angles = rotation(positions, self.head_dim, self.rope_theta)
-        hidden = embeddings.to(self.norm.weight.dtype)
-        for layer, layer_type, context in zip(self._layers(), self.layer_types, context_keys_values, strict=True):
-            hidden = layer(hidden, angles, context, masks[layer_type])
-        output: Tensor = self.norm(hidden)
-        return output
+        rows, layers = embeddings.to(self.norm.weight.dtype), self._layers()
+        place: Place = partial(in_blocks, block_size=positions.shape[0] // (embeddings.shape[0] - 1))
+        for layer, context, attend in zip(layers, context_keys_values, attends, strict=True):
+            rows = layer(rows, angles, context, attend, place, wanted if layer is layers[-1] else None)
+            place = as_they_are
+        return rms_norm(rows, self.norm.weight, self.eps)
 
     def _layers(self) -> list[DraftLayer]:
         return [layer for layer in self.layers if isinstance(layer, DraftLayer)]

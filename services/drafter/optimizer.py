@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from common.config import TrainConfig
+from services.drafter.fused import fused
+
+BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
 
 
 def learning_rate(step: int, num_steps: int, peak: float, warmup_ratio: float) -> float:
@@ -39,51 +42,93 @@ class StepResult:
     sums: Tensor  # float32 [M], over all ranks and batches of the step
 
 
+@fused
+def adamw(
+    master: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    weights: Tensor,
+    scale: Tensor,
+    decay: Tensor,
+    rate: Tensor,
+    correction: Tensor,
+    found_inf: Tensor,
+) -> None:
+    """AdamW (arXiv 1711.05101) in place, one pass over memory on a GPU; nothing changes where `found_inf` is not 0.
+
+    Args:
+        master: float32 [P].
+        gradient: float32 [P], to be multiplied by `scale`; left as it is.
+        exp_avg: float32 [P].
+        exp_avg_sq: float32 [P].
+        weights: [P], set to the masters in the model's type.
+        scale: scalar.
+        decay: scalar, what the masters shrink to before the step.
+        rate: scalar, the learning rate over the first bias correction.
+        correction: scalar, the second bias correction.
+        found_inf: scalar.
+    """
+    keep, scaled = found_inf != 0, gradient * scale
+    mean = exp_avg + (scaled - exp_avg) * (1.0 - BETA1)
+    square = exp_avg_sq + (scaled * scaled - exp_avg_sq) * (1.0 - BETA2)
+    updated = torch.where(keep, master, master * decay - rate * mean / ((square / correction).sqrt() + EPS))
+    exp_avg.copy_(torch.where(keep, exp_avg, mean))
+    exp_avg_sq.copy_(torch.where(keep, exp_avg_sq, square))
+    master.copy_(updated)
+    weights.copy_(updated)
+
+
 class MasterAdamW:
     """Gradients of a step are added up in one flat float32 buffer whose tail holds M sums: one all-reduce moves all.
 
     sums[0] is the summed loss and sums[1] the summed weight that divides gradients and loss. The order of use is
-    `accumulate` after each backward pass, then once per step `reduce` and `step`.
+    `accumulate` after each backward pass, then once per step `reduce` and `step`. The model's parameters become views
+    of one flat tensor.
     """
 
     def __init__(self, model: nn.Module, train: TrainConfig, num_steps: int, num_sums: int) -> None:
         self.train, self.num_steps = train, num_steps
-        self.parameters: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.master = torch.cat([parameter.detach().float().flatten() for parameter in self.parameters])
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.weights = torch.cat([parameter.detach().flatten() for parameter in self.parameters])
+        for parameter, view in zip(self.parameters, self._views(self.weights), strict=True):
+            parameter.data = view
+        self.master = self.weights.float()
         self.buffer = torch.zeros(self.master.numel() + num_sums, device=self.master.device)
         self.gradient, self.sums = self.buffer.split_with_sizes([self.master.numel(), num_sums])
-        self.adamw = torch.optim.AdamW([self.master], lr=0.0, weight_decay=train.weight_decay, fused=True)
-        self.master.grad = self.gradient
-        zero = torch.zeros((), device=self.master.device)
-        self.adamw.state[self.master] = {
-            "step": zero,
-            "exp_avg": torch.zeros_like(self.master),
-            "exp_avg_sq": torch.zeros_like(self.master),
-        }
+        self.num_counted = torch.zeros((), device=self.master.device)
+        self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.master), torch.zeros_like(self.master)
+        self._is_empty = True  # the gradients of the last step may still stand in the buffer
 
     @torch.no_grad()
     def accumulate(self, sums: Tensor) -> None:
         """Add every parameter's gradient and the sums [M] of one batch, and clear the gradients."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         assert len(gradients) == len(self.parameters), "a backward pass reaches every parameter"
-        torch._foreach_add_(self._views(self.gradient), gradients)
+        add = torch._foreach_copy_ if self._is_empty else torch._foreach_add_
+        add(self._views(self.gradient), gradients)
+        self._is_empty = False
         self.sums.add_(sums.detach())
         for parameter in self.parameters:
             parameter.grad = None
 
+    @torch.no_grad()
     def reduce(self, add_up: Callable[[Tensor], object]) -> None:
-        """Add up the buffers of all ranks by `add_up`, in place."""
+        """Replace the buffer by its sum over all ranks through `add_up`; a rank may have accumulated nothing."""
+        if self._is_empty:
+            self.gradient.zero_()
         add_up(self.buffer)
 
     def abandon(self) -> None:
         """Forget what was accumulated for a step that will not be made."""
-        self.buffer.zero_()
+        self.sums.zero_()
+        self._is_empty = True
         for parameter in self.parameters:
             parameter.grad = None
 
     @torch.no_grad()
     def step(self, step: int) -> StepResult:
-        """Divide by the weight, clip, update, copy the masters into the model, and empty the buffer.
+        """Divide by the weight, clip, update masters and model, and empty the buffer; `reduce` goes before.
 
         A loss or gradient norm that is not finite leaves weights and state bit for bit as they were; every rank sees
         the same reduced numbers and so decides the same. Nothing here waits for the device.
@@ -96,18 +141,34 @@ class MasterAdamW:
         found_inf = (~(loss.isfinite() & grad_norm.isfinite())).float()
         result = StepResult(loss, grad_norm, found_inf, self.sums.clone())
 
-        self.gradient.mul_((self.train.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0) / divisor)
+        scale = (self.train.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0) / divisor
         rate = learning_rate(step, self.num_steps, self.train.learning_rate, self.train.warmup_ratio)
-        self.adamw.param_groups[0]["lr"] = rate
-        self.adamw.found_inf = found_inf  # type: ignore[attr-defined]  # how GradScaler tells the fused kernel
-        self.adamw.step()
-        torch._foreach_copy_(self.parameters, self._views(self.master))
-        self.buffer.zero_()
+        first, second = (-torch.expm1((self.num_counted + 1.0) * math.log(beta)) for beta in (BETA1, BETA2))
+        adamw(
+            self.master,
+            self.gradient,
+            self.exp_avg,
+            self.exp_avg_sq,
+            self.weights,
+            scale,
+            torch.full_like(scale, 1.0 - rate * self.train.weight_decay),
+            rate / first,
+            second,
+            found_inf,
+        )
+        self.num_counted += 1.0 - found_inf
+        self.sums.zero_()
+        self._is_empty = True
         return result
 
     def state_dict(self) -> dict[str, Tensor]:
         """Masters, moments and the number of counted steps: live tensors, flat in the order of model.parameters()."""
-        return {"master": self.master, **self.adamw.state[self.master]}
+        return {
+            "master": self.master,
+            "step": self.num_counted,
+            "exp_avg": self.exp_avg,
+            "exp_avg_sq": self.exp_avg_sq,
+        }
 
     def master_weights(self, model: nn.Module) -> dict[str, Tensor]:
         """The float32 weights under the model's parameter names: live views."""
@@ -137,7 +198,7 @@ class MasterAdamW:
                 found = tuple(state[name].shape) if name in state else "none"
                 raise ValueError(f"optimizer state {name}: needed shape {tuple(own.shape)}, found {found}")
             own.copy_(state[name])
-        torch._foreach_copy_(self.parameters, self._views(self.master))
+        self.weights.copy_(self.master)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         """The flat tensor cut into the shapes of the parameters."""

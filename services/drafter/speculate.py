@@ -8,15 +8,17 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from common.config import DraftConfig
-from services.drafter.attention import visibility_mask
-from services.drafter.model import DraftModel, KeysValues
+from services.drafter.attention import Attend, DenseAttention, KeysValues
+from services.drafter.model import DraftModel
 from services.drafter.target_cache import TargetCache
+from services.drafter.visibility import BlockPlaces, key_runs
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,10 @@ class BlockDrafter:
 
     def hidden(self, anchor_token: int) -> Tensor:
         """The block [B, H] whose anchor token comes right after the context, before the head."""
-        block = [anchor_token] + [self._config.mask_token_id] * (self._config.block_size - 1)
-        embeddings = self._embedding(torch.tensor(block, device=self._device))
-        masks = {layer_type: self._mask(window) for layer_type, window in self._draft.windows.items()}
-        rows: Tensor = self._draft(embeddings, self._positions(len(block)), self._context, masks)
+        embeddings = self._embedding(torch.tensor([anchor_token, self._config.mask_token_id], device=self._device))
+        attends = {window: self._attend(window) for window in self._draft.windows}
+        positions = self._positions(self._config.block_size)
+        rows: Tensor = self._draft(embeddings, positions, self._context, [attends[window] for window in self._draft.windows])
         return rows
 
     def propose(self, anchor_token: int) -> list[int]:
@@ -78,16 +80,11 @@ class BlockDrafter:
         """Positions of rows right after the context."""
         return torch.arange(self._num_rows, self._num_rows + num_rows, device=self._device)
 
-    def _mask(self, sliding_window: int) -> Tensor:
-        device = self._device
-        return visibility_mask(
-            anchors=torch.tensor([self._num_rows], device=device),
-            block_documents=torch.zeros(1, dtype=torch.long, device=device),
-            context_documents=torch.zeros(self._num_rows, dtype=torch.long, device=device),
-            block_valid=torch.ones(1, dtype=torch.bool, device=device),
-            block_size=self._config.block_size,
-            sliding_window=sliding_window,
-        )
+    def _attend(self, sliding_window: int) -> Attend:
+        places = BlockPlaces(np.array([self._num_rows]), np.zeros(1, dtype=np.int64), np.ones(1, dtype=bool))
+        block_size = self._config.block_size
+        runs = key_runs(places, block_size, sliding_window, np.arange(block_size))
+        return DenseAttention(runs, self._num_rows, block_size, self._device)
 
 
 @torch.inference_mode()

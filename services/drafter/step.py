@@ -1,6 +1,7 @@
-"""The forward of one packed batch: where blocks, masks, draft model, head and loss meet.
+"""The forward of one packed batch: where blocks, attention, draft model, head and loss meet.
 
-Shapes: T packed rows, D documents, K taps, H hidden, V vocabulary, N blocks, B block size, Q = N * B block rows.
+Shapes: T packed rows, D documents, K taps, H hidden, V vocabulary, N blocks, B block size, Q = N * B block rows,
+M wanted rows among them, R labelled rows.
 """
 
 from dataclasses import dataclass
@@ -13,11 +14,13 @@ from torch import Tensor
 
 from common.config import Config
 from services.drafter.anchors import Blocks
-from services.drafter.attention import visibility_mask
-from services.drafter.loss import decay_weights, frozen_head_loss
+from services.drafter.attention import Attend, make_attention
+from services.drafter.loss import decay_weights, dpace_weights, frozen_head_loss
 from services.drafter.model import DraftModel
+from services.drafter.upload import upload
+from services.drafter.visibility import BlockPlaces, Ints, key_runs
 
-HEAD_CHUNK_ROWS = 1024  # 1 GB of float32 logits at a vocabulary of 248,320
+HEAD_CHUNK_ROWS = 1536  # 0.8 GB of bfloat16 logits at a vocabulary of 248,320
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +29,6 @@ class PackedBatch:
 
     hidden_states: Tensor  # [T, K, H] on the device
     position_ids: Tensor  # int64 [T] on the device, from 0 in every document
-    documents: Tensor  # int64 [T] on the device, 0 .. D - 1
     input_ids: NDArray[np.int64]  # [T]
     loss_mask: NDArray[np.bool_]  # [T]
     cu_seqlens: NDArray[np.int64]  # [D + 1]
@@ -34,8 +36,8 @@ class PackedBatch:
 
 
 def num_sums(block_size: int) -> int:
-    """Length M of what `block_loss` returns."""
-    return 2 + 2 * (block_size - 1)
+    """Length of what `block_loss` returns."""
+    return 3 + 2 * (block_size - 1)
 
 
 def block_loss(
@@ -49,52 +51,78 @@ def block_loss(
         head_weight: [V, H], the target's.
         batch: features and positions.
         blocks: from `anchors.choose_blocks`.
-        config: the decay of the loss.
+        config: the loss and its decay.
 
     Returns:
-        float32 [2 + 2 * (B - 1)]: the weighted sum of cross entropies (call backward on this one), the sum of weights,
-        then for every slot the number of correct predictions, then for every slot the number of labels.
+        float32 [3 + 2 * (B - 1)]: the weighted sum of cross entropies (call backward on this one), what it is divided by
+        (the sum of weights; with D-PACE the number of anchors), the number of drafts that a verification of every block
+        would accept, then for every slot the number of correct predictions, then for every slot the number of labels.
     """
-    device, num_slots = batch.hidden_states.device, blocks.labels.shape[1]
+    device, (num_blocks, num_slots) = batch.hidden_states.device, blocks.labels.shape
     block, slot = np.nonzero(blocks.label_mask)
-    weights = decay_weights(num_slots + 1, config.train.decay_gamma)[slot]
-    rows = upload(block * (num_slots + 1) + slot + 1, device)
-    hidden = block_hidden(model, embed_weight, batch, blocks).index_select(0, rows)
+    wanted = np.zeros(num_blocks * num_slots, dtype=np.int64)  # a constant number; what is not labelled is row 0
+    wanted[: len(block)] = block * (num_slots + 1) + slot + 1
+    hidden = block_hidden(model, embed_weight, batch, blocks, config, wanted)[: len(block)]
     labels = upload(blocks.labels[blocks.label_mask], device)
-    loss, correct = frozen_head_loss(hidden, head_weight, labels, upload(weights, device), HEAD_CHUNK_ROWS)
+    losses, predictions = frozen_head_loss(hidden, head_weight, labels, HEAD_CHUNK_ROWS)
 
-    correct_per_slot = torch.zeros(num_slots, device=device).index_add_(0, upload(slot, device), correct.float())
-    labels_per_slot = blocks.label_mask.sum(0)
-    counted = upload(np.append(weights.sum(dtype=np.float64), labels_per_slot).astype(np.float32), device)
-    return torch.cat([loss[None], counted[:1], correct_per_slot, counted[1:]])
+    places, label_mask = upload(block * num_slots + slot, device), upload(blocks.label_mask, device)
+    correct = _on_grid(predictions == labels, places, label_mask)
+    if config.train.loss == "dpace":
+        weights = dpace_weights(_on_grid(losses.detach(), places, label_mask), label_mask).flatten()[places]
+        divisor = blocks.label_mask.any(1).sum(dtype=np.float64)
+    else:
+        decay = decay_weights(num_slots + 1, config.train.decay_gamma)[slot]
+        weights, divisor = upload(decay, device), decay.sum(dtype=np.float64)
+    counted = upload(np.append(divisor, blocks.label_mask.sum(0)).astype(np.float32), device)
+    accepted = correct.cumprod(1).sum()
+    return torch.cat([torch.stack([(losses * weights).sum(), counted[0], accepted]), correct.sum(0), counted[1:]])
+
+
+def _on_grid(values: Tensor, places: Tensor, label_mask: Tensor) -> Tensor:
+    """float32 [N, B - 1] with the values [R] in their places, 0 elsewhere."""
+    grid = torch.zeros(label_mask.shape, device=values.device)
+    grid.view(-1)[places] = values.float()
+    return grid
 
 
 @torch.no_grad()
-def predict_blocks(model: DraftModel, embed_weight: Tensor, head_weight: Tensor, batch: PackedBatch, blocks: Blocks) -> Tensor:
+def predict_blocks(
+    model: DraftModel, embed_weight: Tensor, head_weight: Tensor, batch: PackedBatch, blocks: Blocks, config: Config
+) -> Tensor:
     """The greedy draft of every block: int64 [N, B - 1] on the device; rows of invalid blocks mean nothing."""
-    num_blocks, block_size = blocks.tokens.shape
-    hidden = block_hidden(model, embed_weight, batch, blocks).view(num_blocks, block_size, -1)[:, 1:].flatten(0, 1)
-    chunks = [hidden[first : first + HEAD_CHUNK_ROWS] for first in range(0, hidden.shape[0], HEAD_CHUNK_ROWS)]
-    predictions = [(rows.to(head_weight.dtype) @ head_weight.T).argmax(1) for rows in chunks]
-    return torch.cat(predictions).view(num_blocks, block_size - 1)
+    num_blocks, num_slots = blocks.labels.shape
+    wanted = np.arange(num_blocks * (num_slots + 1)).reshape(num_blocks, -1)[:, 1:].ravel()
+    hidden = block_hidden(model, embed_weight, batch, blocks, config, wanted)
+    predictions = [(rows.to(head_weight.dtype) @ head_weight.T).argmax(1) for rows in torch.split(hidden, HEAD_CHUNK_ROWS)]
+    return torch.cat(predictions).view(num_blocks, num_slots)
 
 
-def block_hidden(model: DraftModel, embed_weight: Tensor, batch: PackedBatch, blocks: Blocks) -> Tensor:
-    """The draft model's output [Q, H] for every row of every block."""
-    device, block_size = batch.hidden_states.device, blocks.tokens.shape[1]
-    anchors, documents, valid = (upload(array, device) for array in (blocks.anchors, blocks.documents, blocks.valid))
-    masks = {
-        layer_type: visibility_mask(anchors, documents, batch.documents, valid, block_size, window)
-        for layer_type, window in model.windows.items()
-    }
-    embeddings = F.embedding(upload(blocks.tokens.ravel(), device), embed_weight)
-    positions = batch.position_ids[anchors][:, None] + torch.arange(block_size, device=device)
+def block_hidden(
+    model: DraftModel, embed_weight: Tensor, batch: PackedBatch, blocks: Blocks, config: Config, wanted: Ints | None = None
+) -> Tensor:
+    """The draft model's output [M, H] for the block rows numbered `wanted`, or for all."""
+    device, block_size = batch.hidden_states.device, config.draft.block_size
+    tokens = np.append(blocks.anchor_tokens, config.draft.mask_token_id)
+    positions = batch.position_ids[upload(blocks.anchors, device)][:, None] + torch.arange(block_size, device=device)
     context = model.context_keys_values(model.project_context(batch.hidden_states), batch.position_ids)
-    hidden: Tensor = model(embeddings, positions.flatten(), context, masks)
+    embeddings, attends = F.embedding(upload(tokens, device), embed_weight), _attends(model, batch, blocks, wanted, config)
+    chosen = None if wanted is None else upload(wanted, device)
+    hidden: Tensor = model(embeddings, positions.flatten(), context, attends, chosen)
     return hidden
 
 
-def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """Copy to the device without waiting: a GPU copies from pinned memory, which torch keeps until the copy is done."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+def _attends(model: DraftModel, batch: PackedBatch, blocks: Blocks, wanted: Ints | None, config: Config) -> list[Attend]:
+    """One per layer: all rows ask in every layer but the last, where only the wanted do."""
+    places = BlockPlaces(blocks.anchors, batch.cu_seqlens[blocks.documents], blocks.valid)
+    num_context, num_rows = len(batch.input_ids), len(blocks.anchors) * config.draft.block_size
+    capacity = max(config.plan.max_tokens_per_batch, num_context)
+
+    def attend(window: int, rows: Ints) -> Attend:
+        runs = key_runs(places, config.draft.block_size, window, rows)
+        return make_attention(runs, num_context, capacity, num_rows, batch.hidden_states.device)
+
+    *inner, last = model.windows
+    rows = np.arange(num_rows)
+    of_window = {window: attend(window, rows) for window in set(inner)}
+    return [*(of_window[window] for window in inner), attend(last, rows if wanted is None else wanted)]

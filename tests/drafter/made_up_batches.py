@@ -65,7 +65,6 @@ def make_batch(lengths: list[int], prompt: int = 2, seed: int = 0, device: str =
     return PackedBatch(
         hidden_states=torch.from_numpy(features).to(device),
         position_ids=torch.from_numpy(position_ids).to(device),
-        documents=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(device),
         input_ids=random.integers(0, MASK_TOKEN, sum(lengths)),
         loss_mask=position_ids >= prompt,
         cu_seqlens=np.cumsum([0, *lengths]),
@@ -91,7 +90,6 @@ def document_alone(batch: PackedBatch, document: int) -> PackedBatch:
     return PackedBatch(
         hidden_states=batch.hidden_states[rows],
         position_ids=batch.position_ids[rows],
-        documents=torch.zeros_like(batch.documents[rows]),
         input_ids=batch.input_ids[rows],
         loss_mask=batch.loss_mask[rows],
         cu_seqlens=np.array([0, rows.stop - rows.start]),

@@ -12,8 +12,10 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
 from services.drafter.anchors import Blocks, all_blocks
+from services.drafter.attention import DenseAttention
 from services.drafter.model import DraftModel
 from services.drafter.step import PackedBatch, block_hidden
+from services.drafter.visibility import KeyRuns
 
 LAYERS = {
     "full": ["full_attention"],
@@ -24,7 +26,7 @@ LAYERS = {
 
 def hidden_of(model: DraftModel, batch: PackedBatch, blocks: Blocks) -> Tensor:
     with torch.no_grad():
-        return block_hidden(model, frozen_weights()[0], batch, blocks).view(len(blocks.anchors), BLOCK_SIZE, -1)
+        return block_hidden(model, frozen_weights()[0], batch, blocks, make_config()).view(len(blocks.anchors), BLOCK_SIZE, -1)
 
 
 def wide_model(layer_types: list[Any]) -> DraftModel:
@@ -84,12 +86,12 @@ def test_every_visible_feature_and_the_anchor_token_are_seen(kind: str, window: 
         features = batch.hidden_states.clone()
         features[row] = -features[row]
         change = (hidden_of(model, replace(batch, hidden_states=features), blocks) - before).abs().amax(-1).numpy()
-        own = blocks.documents == batch.documents.numpy()[row]
+        own = blocks.documents == np.searchsorted(batch.cu_seqlens, row, side="right") - 1
         rows_of_slots = blocks.anchors[:, None] + np.arange(BLOCK_SIZE)
         visible = (own & (row < blocks.anchors))[:, None] & (row >= rows_of_slots - (window - 1)) & blocks.valid[:, None]
         assert (change[visible] > 1e-4).all()
         assert (change[~visible] <= 1e-6).all()
-    other_token = replace(blocks, tokens=np.where(blocks.tokens == MASK_TOKEN, MASK_TOKEN, (blocks.tokens + 1) % MASK_TOKEN))
+    other_token = replace(blocks, anchor_tokens=(blocks.anchor_tokens + 1) % MASK_TOKEN)
     changed = (hidden_of(model, batch, other_token) - before).abs().amax(-1)
     assert (changed[torch.from_numpy(blocks.valid)] > 1e-4).all()
 
@@ -110,9 +112,8 @@ def test_packed_documents_equal_each_document_alone(kind: str) -> None:
 def test_documents_are_told_apart() -> None:
     model, batch = wide_model(LAYERS["full"]), make_batch([9, 12])
     blocks = next(all_blocks(*metadata(batch), make_config(anchors_per_batch=32)))
-    one_document = replace(batch, documents=torch.zeros_like(batch.documents))
     as_one = replace(blocks, documents=np.zeros_like(blocks.documents))
-    changed = (hidden_of(model, one_document, as_one) - hidden_of(model, batch, blocks)).abs().amax((1, 2)).numpy()
+    changed = (hidden_of(model, batch, as_one) - hidden_of(model, batch, blocks)).abs().amax((1, 2)).numpy()
     assert (changed[blocks.valid & (blocks.documents == 1)] > 1e-4).all()
 
 
@@ -153,5 +154,25 @@ def test_a_layer_without_context_is_a_layer_of_qwen3() -> None:
     with torch.no_grad():
         expected = model.norm(layer(rows, attention_mask=causal, position_embeddings=angles)[0])
         nothing = model.context_keys_values(torch.empty(0, 32), torch.empty(0, dtype=torch.int64))
-        found = model(rows[0], positions, nothing, {"sliding_attention": torch.ones(6, 6, dtype=torch.bool).tril()})
+        zeros, last = np.zeros(6, dtype=np.int64), np.arange(6)
+        attend = DenseAttention(KeyRuns(zeros, zeros, zeros, last + 1), 0, 6, torch.device("cpu"))
+        embeddings = torch.cat([rows[0], torch.zeros(1, 32)])  # blocks of one row, none of which is a mask
+        found = model(embeddings, positions, nothing, [attend])
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_the_wanted_rows_equal_those_of_all_in_value_and_gradient(kind: str) -> None:
+    batch, config = make_batch([9, 12, 5]), make_config(LAYERS[kind], anchors_per_batch=32)
+    blocks, wanted = next(all_blocks(*metadata(batch), config)), np.array([1, 2, 3, 5, 40, 41, 0, 0])
+    outputs, gradients = [], []
+    for rows in (None, wanted):
+        model = wide_model(LAYERS[kind])
+        hidden = block_hidden(model, frozen_weights()[0], batch, blocks, config, rows)
+        chosen = hidden[torch.from_numpy(wanted)] if rows is None else hidden
+        chosen[:6].square().sum().backward()  # type: ignore[no-untyped-call]
+        outputs.append(chosen.detach())
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=1e-5)
+    for few, all_of_them in zip(gradients[1], gradients[0], strict=True):
+        torch.testing.assert_close(few, all_of_them, rtol=1e-4, atol=1e-4)

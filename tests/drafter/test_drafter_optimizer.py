@@ -40,9 +40,14 @@ def flat(model: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
+def alone(buffer: Tensor) -> None:
+    """The sum over one rank."""
+
+
 def train(model: nn.Module, optimizer: MasterAdamW, steps: range) -> None:
     for step in steps:
         optimizer.accumulate(backward(model, step))
+        optimizer.reduce(alone)
         optimizer.step(step)
 
 
@@ -54,6 +59,7 @@ def test_steps_equal_torch_adamw_with_accumulation_and_clipping(max_norm: float,
     for step in range(NUM_STEPS):
         for batch in (2 * step, 2 * step + 1):
             optimizer.accumulate(backward(model, batch))
+        optimizer.reduce(alone)
         result = optimizer.step(step)
 
         losses = [backward(reference, batch)[0] for batch in (2 * step, 2 * step + 1)]
@@ -173,6 +179,7 @@ def test_two_ranks_equal_one_bit_for_bit(tmp_path: Path) -> None:
     for step in range(3):
         for batch in (2 * step, 2 * step + 1):
             optimizer.accumulate(backward(model, batch))
+        optimizer.reduce(alone)
         result = optimizer.step(step)
     for rank in range(2):
         saved = torch.load(tmp_path / f"{rank}.pt", weights_only=True)

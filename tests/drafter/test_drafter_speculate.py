@@ -54,7 +54,6 @@ def pack(config: Config, target: Any, prompts: list[list[int]], answers: list[li
     return PackedBatch(
         hidden_states=torch.cat([taps_of(config, target, document) for document in documents]),
         position_ids=torch.cat([torch.arange(length) for length in lengths]),
-        documents=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
         input_ids=np.concatenate(documents),
         loss_mask=np.concatenate(mask),
         cu_seqlens=np.cumsum([0, *lengths]),
@@ -74,8 +73,8 @@ def overfit(config: Config, target: Any, batch: PackedBatch, num_steps: int = 80
     mask, labels = torch.from_numpy(blocks.label_mask), torch.from_numpy(blocks.labels)
     optimizer = torch.optim.Adam(draft.parameters(), lr=3e-3)
     for _ in range(num_steps):
-        hidden: Any = block_hidden(draft, embedding, batch, blocks)
-        logits = hidden.view(*blocks.tokens.shape, -1)[:, 1:][mask] @ head.T
+        hidden: Any = block_hidden(draft, embedding, batch, blocks, config)
+        logits = hidden.view(len(blocks.anchors), config.draft.block_size, -1)[:, 1:][mask] @ head.T
         loss: Any = F.cross_entropy(logits, labels[mask])
         optimizer.zero_grad()
         loss.backward()
@@ -91,8 +90,8 @@ def test_training_forward_equals_inference_step(tmp_path: Path, model_type: str)
     tokens = np.random.Generator(np.random.Philox(1)).integers(0, 60, 40).tolist()
     batch = pack(config, target, [tokens[:2], tokens[10:13], tokens[30:31]], [tokens[2:10], tokens[13:30], tokens[31:]])
     draft, blocks = DraftModel(config), blocks_of(batch, config)
-    trained = block_hidden(draft, embedding, batch, blocks)
-    trained = trained.view(*blocks.tokens.shape, -1)
+    trained = block_hidden(draft, embedding, batch, blocks, config)
+    trained = trained.view(len(blocks.anchors), config.draft.block_size, -1)
     assert not blocks.valid.all()  # unused blocks stood beside the others
 
     for document, start in enumerate(batch.cu_seqlens[:-1].tolist()):

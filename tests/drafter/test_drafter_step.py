@@ -10,7 +10,7 @@ from made_up_batches import BLOCK_SIZE, HIDDEN_SIZE, frozen_weights, make_batch,
 
 from common.config import Config
 from services.drafter.anchors import all_blocks, choose_blocks
-from services.drafter.evaluation import evaluate_batch, with_features_of_another_document
+from services.drafter.evaluation import evaluate_batch, matching_prefix, with_features_of_another_document
 from services.drafter.loss import decay_weights
 from services.drafter.model import DraftModel
 from services.drafter.optimizer import MasterAdamW
@@ -22,17 +22,19 @@ def test_sums_equal_their_definition() -> None:
     model = DraftModel(config)
     blocks = choose_blocks(*metadata(batch), batch.sample_ids, 0, config)
     sums = block_loss(model, embed, head, batch, blocks, config)
-    hidden = block_hidden(model, embed, batch, blocks).view(-1, BLOCK_SIZE, HIDDEN_SIZE)
+    hidden = block_hidden(model, embed, batch, blocks, config).view(-1, BLOCK_SIZE, HIDDEN_SIZE)
     decay = decay_weights(BLOCK_SIZE, config.train.decay_gamma)
     expected = torch.zeros(num_sums(BLOCK_SIZE))
     for block, slot in np.argwhere(blocks.label_mask):
         logits, label = head @ hidden[block, slot + 1], torch.tensor(blocks.labels[block, slot])
         expected[0] += decay[slot] * F.cross_entropy(logits, label).detach()
         expected[1] += decay[slot]
-        expected[2 + slot] += logits.argmax() == label
-        expected[2 + BLOCK_SIZE - 1 + slot] += 1
+        expected[3 + slot] += logits.argmax() == label
+        expected[3 + BLOCK_SIZE - 1 + slot] += 1
+    accepted = matching_prefix((hidden[:, 1:] @ head.T).argmax(-1).numpy(), blocks)
+    expected[2] = int(accepted[blocks.valid].sum())
     torch.testing.assert_close(sums.detach(), expected)
-    predictions = predict_blocks(model, embed, head, batch, blocks)
+    predictions = predict_blocks(model, embed, head, batch, blocks, config)
     assert torch.equal(predictions, (hidden[:, 1:] @ head.T).argmax(-1))
 
 

@@ -1,0 +1,40 @@
+"""Chains of memory-bound operations as single kernels on a GPU; plain calls on the CPU.
+
+Each function is compiled by itself and used by every layer, so the first step takes seconds and not minutes; torch
+keeps what it compiled on disk for the next start.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+P = ParamSpec("P")
+Out = TypeVar("Out")
+
+
+def fused(function: Callable[P, Out]) -> Callable[P, Out]:
+    """Decorate a function of tensors, the first of which says where it runs.
+
+    The first dimension of every tensor of two or more, parameters apart, counts rows and may change from call to
+    call without compiling anew.
+    """
+
+    @functools.cache
+    def compiled() -> Callable[..., Any]:
+        return torch.compile(function)
+
+    @functools.wraps(function)
+    def call(*arguments: P.args, **named: P.kwargs) -> Out:
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        if not tensors[0].is_cuda:
+            return function(*arguments, **named)
+        for tensor in tensors:
+            if tensor.dim() > 1 and not isinstance(tensor, nn.Parameter):
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        output: Out = compiled()(*arguments, **named)
+        return output
+
+    return call

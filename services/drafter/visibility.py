@@ -1,0 +1,90 @@
+"""What every row of a block may look at, as runs of keys, and which tiles of the attention they touch; numpy on the CPU.
+
+Shapes: T context rows, N blocks (one per anchor), B block size, N * B block rows, M query rows, S keys.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+TILE = 128  # rows and keys of a tile of flex_attention
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+class BlockPlaces(NamedTuple):
+    """Where the N blocks stand in the context."""
+
+    anchors: Ints  # [N] packed row of each anchor; T for the block that continues the context
+    starts: Ints  # [N] first row of the anchor's document
+    valid: Bools  # [N] False for padding
+
+
+class KeyRuns(NamedTuple):
+    """Two runs of keys for each of M query rows, from `start` to before `end`; every own run holds the row itself."""
+
+    start: Ints  # [M] context rows
+    end: Ints
+    own_start: Ints  # [M] block rows
+    own_end: Ints
+
+
+class Tiles(NamedTuple):
+    """Of each tile of queries and keys: is part of it visible, is all of it."""
+
+    partly: Bools  # [ceil(M / TILE), S / TILE]
+    wholly: Bools
+
+
+def key_runs(places: BlockPlaces, block_size: int, sliding_window: int, rows: Ints) -> KeyRuns:
+    """The keys that the block rows numbered `rows` see.
+
+    A block at anchor a sees the context strictly before a of its own document, and itself: a full layer in both
+    directions, a sliding layer causally. In a sliding layer the row at a + offset sees no key before
+    a + offset - (W - 1). Rows of invalid blocks see only their own block, and nobody else sees them.
+
+    Args:
+        places: the blocks.
+        block_size: B.
+        sliding_window: W; 0 for a full layer.
+        rows: int64 [M], block * B + offset.
+    """
+    block, offset = np.divmod(rows, block_size)
+    end = np.where(places.valid, places.anchors, 0)[block]
+    start = np.where(places.valid, places.starts, 0)[block]
+    own_start = block * block_size
+    if not sliding_window:
+        return KeyRuns(start, end, own_start, own_start + block_size)
+    oldest = end + offset - (sliding_window - 1)
+    return KeyRuns(np.clip(oldest, start, end), end, np.maximum(own_start, rows - (sliding_window - 1)), rows + 1)
+
+
+def in_one_sequence(runs: KeyRuns, num_context: int) -> KeyRuns:
+    """The runs when the block rows stand behind `num_context` context rows."""
+    return runs._replace(own_start=runs.own_start + num_context, own_end=runs.own_end + num_context)
+
+
+def find_tiles(runs: KeyRuns, num_keys: int) -> Tiles:
+    """Which tiles runs in one sequence of S keys touch and which they fill, without looking at single keys.
+
+    Args:
+        runs: M rows, a multiple of TILE.
+        num_keys: S, a multiple of TILE.
+    """
+    start, end = np.concatenate([runs.start, runs.own_start]), np.concatenate([runs.end, runs.own_end])
+    tile_row = np.tile(np.arange(len(runs.start)) // TILE, 2)
+    shape = (len(runs.start) // TILE, num_keys // TILE)
+    touched = _count(tile_row, start // TILE, np.where(end > start, -(-end // TILE), 0), shape) > 0
+    filled = _count(tile_row, -(-start // TILE), end // TILE, shape) == TILE
+    return Tiles(touched & ~filled, filled)
+
+
+def _count(tile_row: Ints, first: Ints, last: Ints, shape: tuple[int, int]) -> Ints:
+    """How many runs cover each tile of their row from `first` to before `last`."""
+    some = last > first
+    width = shape[1] + 1
+    opened, closed = (
+        np.bincount(tile_row[some] * width + column[some], minlength=shape[0] * width) for column in (first, last)
+    )
+    return (opened - closed).reshape(shape[0], width).cumsum(1)[:, :-1]
