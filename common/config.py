@@ -59,6 +59,7 @@ class DataConfig(Section, frozen=True, kw_only=True):
 
     path: str = ""
     eval_path: str = ""  # "" means no evaluation
+    skip_damaged: bool = False  # check every file at the start and leave out the rows that are damaged
     synthetic: SyntheticConfig | None = None  # instead of both paths
 
 
