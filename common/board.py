@@ -32,7 +32,8 @@ _RECORD = np.dtype(
         ("acceptance", "<f8"),
         ("group", "<i8"),
         ("in_collective", "<i8"),
-        ("spare", "<f8", 4),
+        ("num_skipped", "<i8"),
+        ("spare", "<f8", 3),
     ]
 )
 _HEAD_BYTES = 128
@@ -61,6 +62,7 @@ class Notice(NamedTuple):
     acceptance: float
     group: int  # the life of the drafters' group that this drafter has come to
     in_collective: bool  # it waits for other drafters
+    num_skipped: int = 0  # steps of the run that were not finite and left the weights alone
 
 
 def board_bytes(num_actors: int) -> int:
@@ -89,8 +91,8 @@ class Board:
 
     def read(self, place: int) -> Notice:
         """The record of one actor; figures may be of two neighbouring moments."""
-        values = self._records[place].item()[:12]
-        return Notice._make([values[0], Phase(values[1]), *values[2:11], bool(values[11])])
+        values = self._records[place].item()[:13]
+        return Notice._make([values[0], Phase(values[1]), *values[2:11], bool(values[11]), values[12]])
 
     def wipe(self, place: int) -> None:
         """Clear the record before the actor's next life starts."""
@@ -137,8 +139,9 @@ class Notices:
         self._record["num_tokens"] += num_tokens
         self._record["waiting_s"] += waiting_s
 
-    def show_step(self, step: int, num_steps: int, loss: float) -> None:
-        """Show the optimizer step and its loss."""
+    def show_step(self, step: int, num_steps: int, loss: float, num_skipped: int = 0) -> None:
+        """Show the optimizer step, its loss, and how many steps of the run were skipped."""
+        self._record["num_skipped"] = num_skipped
         self._record["step"] = step
         self._record["num_steps"] = num_steps
         self._record["loss"] = loss

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from common.errors import ConfigError
+from common.json_file import write_json
 from common.limits import check
 from common.target_shape import TargetShape, default_tap_layers, read_target_shape
 
@@ -208,9 +209,7 @@ def read(run_dir: Path) -> Config:
 
 def write(config: Config, run_dir: Path) -> None:
     """Write `<run>/config.json` in one piece."""
-    aside = run_dir / "config.json.new"
-    aside.write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n")
-    aside.replace(run_dir / "config.json")
+    write_json(run_dir / "config.json", config)
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:

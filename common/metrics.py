@@ -1,10 +1,11 @@
 """Figures over time: `<run>/metrics/<actor>.jsonl`, one JSON object per line, whole lines only."""
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from common.addresses import metrics_path
 
@@ -19,8 +20,8 @@ class MetricsWriter:
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def write(self, **figures: Any) -> None:
-        """Append one object; floats keep all their digits."""
-        os.write(self._fd, json.dumps(figures).encode() + b"\n")
+        """Append one object; floats keep all their digits, and null stands for one that is not finite."""
+        os.write(self._fd, msgspec.json.encode(figures) + b"\n")
 
 
 def read_metrics(run_dir: Path, name: str) -> Iterator[dict[str, Any]]:
@@ -28,10 +29,10 @@ def read_metrics(run_dir: Path, name: str) -> Iterator[dict[str, Any]]:
     path = metrics_path(run_dir, name)
     if not path.exists():
         return
-    for line in path.read_text().splitlines():
+    for line in path.read_bytes().split(b"\n"):
         try:
-            yield json.loads(line)
-        except ValueError:
+            yield msgspec.json.decode(line, type=dict[str, Any])
+        except msgspec.DecodeError:
             continue
 
 

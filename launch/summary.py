@@ -8,12 +8,12 @@ from common.metrics import read_metrics
 
 
 def read_series(run_dir: Path, num_drafters: int) -> tuple[dict[int, float], dict[int, dict[str, Any]]]:
-    """Losses and evaluations by step, from all ranks: a rank that died misses what its peers have written."""
+    """Finite losses and evaluations by step, from all ranks: a rank that died misses what its peers have written."""
     losses: dict[int, float] = {}
     evaluations: dict[int, dict[str, Any]] = {}
     for rank in range(num_drafters):
         for line in read_metrics(run_dir, actor_name("drafter", rank)):
-            if "loss" in line:
+            if line.get("loss") is not None:
                 losses[line["step"]] = line["loss"]
             elif "acceptance" in line:
                 evaluations[line["step"]] = line

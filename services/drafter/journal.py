@@ -9,6 +9,7 @@ import torch
 
 from common.copy_stream import CopyStream, Mark, mark_computation
 from services.drafter.optimizer import StepResult
+from services.drafter.quarantine import NUM_FACTS, BatchFacts, QuarantinedBatch
 
 
 class StepFigures(NamedTuple):
@@ -22,34 +23,39 @@ class StepFigures(NamedTuple):
     num_labels: list[int]  # per slot 1 .. B - 1
     num_correct: list[int]
     num_accepted: int  # leading correct slots of all blocks
+    num_skipped: int  # steps of the run so far, this one included, that left the weights as they were
+    batches: list[QuarantinedBatch]  # of this rank alone
 
 
 class Journal:
     """Holds the figures of the last step until the next one is under way."""
 
-    def __init__(self, device: torch.device, num_sums: int) -> None:
+    def __init__(self, device: torch.device, num_sums: int, num_batches: int) -> None:
         self._copies = CopyStream(device)
-        self._host = torch.empty(3 + num_sums, pin_memory=device.type == "cuda")
-        self._pending: tuple[int, Mark, torch.Tensor] | None = None
+        self._num_reduced = 4 + num_sums
+        self._host = torch.empty(self._num_reduced + NUM_FACTS * num_batches, pin_memory=device.type == "cuda")
+        self._pending: tuple[int, Mark, torch.Tensor, list[BatchFacts]] | None = None
         self._device = device
 
-    def push(self, step: int, result: StepResult) -> StepFigures | None:
+    def push(self, step: int, result: StepResult, batches: list[BatchFacts]) -> StepFigures | None:
         """Send off the figures of step number `step`; returns those of the step before, if not yet read."""
         earlier = self.flush()
-        figures = torch.cat([torch.stack([result.loss, result.grad_norm, result.found_inf]), result.sums])
+        scalars = torch.stack([result.loss, result.grad_norm, result.found_inf, result.num_counted])
+        figures = torch.cat([scalars, result.sums, *(batch.facts for batch in batches)])
         with self._copies.after(mark_computation(self._device)):
-            self._host.copy_(figures, non_blocking=True)
-        self._pending = (step, self._copies.mark(), figures)  # the tensor stays until its copy is over
+            self._host[: len(figures)].copy_(figures, non_blocking=True)
+        self._pending = (step, self._copies.mark(), figures, batches)  # the tensor stays until its copy is over
         return earlier
 
     def flush(self) -> StepFigures | None:
         """The figures still on their way, waited for; None where there are none."""
         if self._pending is None:
             return None
-        step, copied, _ = self._pending
+        step, copied, _, batches = self._pending
         self._pending = None
         copied.wait()
-        loss, grad_norm, skipped, _, _, accepted, *counts, stop = self._host.tolist()
+        loss, grad_norm, skipped, counted, _, _, accepted, *counts, stop = self._host[: self._num_reduced].tolist()
+        facts = self._host[self._num_reduced :].view(-1, NUM_FACTS).tolist()
         correct, labels = counts[: len(counts) // 2], counts[len(counts) // 2 :]
         return StepFigures(
             step=step,
@@ -60,4 +66,6 @@ class Journal:
             num_labels=[round(n) for n in labels],
             num_correct=[round(n) for n in correct],
             num_accepted=round(accepted),
+            num_skipped=step - round(counted),
+            batches=[QuarantinedBatch.of(batch, values) for batch, values in zip(batches, facts, strict=False)],
         )

@@ -40,6 +40,7 @@ class StepResult:
     grad_norm: Tensor  # before clipping
     found_inf: Tensor  # 1.0 when the step was left out, else 0.0
     sums: Tensor  # float32 [M], over all ranks and batches of the step
+    num_counted: Tensor  # steps of the run that changed the weights, this one included
 
 
 @fused
@@ -139,7 +140,8 @@ class MasterAdamW:
         divisor = torch.where(self.sums[1] == 0, 1.0, self.sums[1])
         loss, grad_norm = self.sums[0] / divisor, torch.linalg.vector_norm(self.gradient) / divisor
         found_inf = (~(loss.isfinite() & grad_norm.isfinite())).float()
-        result = StepResult(loss, grad_norm, found_inf, self.sums.clone())
+        num_counted = self.num_counted + (1.0 - found_inf)
+        result = StepResult(loss, grad_norm, found_inf, self.sums.clone(), num_counted)
 
         scale = (self.train.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0) / divisor
         rate = learning_rate(step, self.num_steps, self.train.learning_rate, self.train.warmup_ratio)
@@ -156,7 +158,7 @@ class MasterAdamW:
             second,
             found_inf,
         )
-        self.num_counted += 1.0 - found_inf
+        self.num_counted.copy_(num_counted)
         self.sums.zero_()
         self._is_empty = True
         return result

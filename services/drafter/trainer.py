@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from common.board import Phase
 from common.errors import TrainingDivergedError
 from common.lifecycle import Actor, StoppedError
+from common.messages import BatchInfo
 from services.drafter.anchors import choose_blocks
 from services.drafter.evaluator import Evaluator
 from services.drafter.fetch import Fetched, Fetcher
@@ -19,6 +20,7 @@ from services.drafter.journal import Journal, StepFigures
 from services.drafter.model import DraftModel
 from services.drafter.noise import add_noise
 from services.drafter.optimizer import MasterAdamW, learning_rate
+from services.drafter.quarantine import BatchFacts, QuarantinedStep, collect_facts, quarantine
 from services.drafter.snapshots import Snapshots
 from services.drafter.step import PackedBatch, block_loss
 
@@ -45,7 +47,7 @@ class Trainer:
         self._optimizer = optimizer
         self._snapshots = snapshots
         self._group = group
-        self._journal = Journal(self._embedding.device, len(optimizer.sums))
+        self._journal = Journal(self._embedding.device, len(optimizer.sums), actor.config.accumulation)
         self._evaluator = Evaluator(model, frozen, actor.config)
         self._position = _NOWHERE  # the first batch of the sequence that is not in the weights
         self._waited_s = 0.0
@@ -104,23 +106,24 @@ class Trainer:
                 raise StoppedError
 
     def _train_step(self, fetcher: Fetcher, first: Fetched) -> None:
-        for fetched in self._places(fetcher, first):
-            if fetched.batch is not None:
-                self._accumulate(fetched.batch, fetched.info.epoch)
+        places = self._places(fetcher, first)
+        batches = [self._accumulate(fetched.batch, fetched.info) for fetched in places if fetched.batch is not None]
         self._optimizer.sums[-1] = float(self._actor.stopping)
         self._optimizer.reduce(self._group.add_up)
         result = self._optimizer.step(first.info.step)
         self._position += self._config.plan.batches_per_step
-        self._report(self._journal.push(first.info.step + 1, result))
+        self._report(self._journal.push(first.info.step + 1, result, batches))
 
-    def _accumulate(self, batch: PackedBatch, epoch: int) -> None:
-        blocks = choose_blocks(batch.input_ids, batch.loss_mask, batch.cu_seqlens, batch.sample_ids, epoch, self._config)
-        noisy = add_noise(batch.hidden_states, batch.cu_seqlens, batch.sample_ids, epoch, self._config)
-        batch = replace(batch, hidden_states=noisy)
-        sums = block_loss(self._model, self._embedding, self._head, batch, blocks, self._config)
+    def _accumulate(self, batch: PackedBatch, info: BatchInfo) -> BatchFacts:
+        rows = batch.input_ids, batch.loss_mask, batch.cu_seqlens, batch.sample_ids
+        blocks = choose_blocks(*rows, info.epoch, self._config)
+        noisy = add_noise(batch.hidden_states, batch.cu_seqlens, batch.sample_ids, info.epoch, self._config)
+        noised = replace(batch, hidden_states=noisy)
+        sums = block_loss(self._model, self._embedding, self._head, noised, blocks, self._config)
         torch.autograd.backward(sums[0])
         self._optimizer.accumulate(F.pad(sums, (0, 1)))
         self._actor.notices.add(num_batches=1, num_tokens=len(batch.input_ids))
+        return collect_facts(info.batch, batch.sample_ids.tolist(), batch.hidden_states, sums)
 
     def _evaluate(self, fetcher: Fetcher, first: Fetched) -> None:
         """A whole evaluation, of one or more groups of batches: one place in the life of the run."""
@@ -172,7 +175,7 @@ class Trainer:
             return
         train, num_steps = self._config.train, self._optimizer.num_steps
         self._stop_requested |= figures.stop_requested
-        self._actor.notices.show_step(figures.step, num_steps, figures.loss)
+        self._actor.notices.show_step(figures.step, num_steps, figures.loss, figures.num_skipped)
         self._actor.metrics.write(
             step=figures.step,
             loss=figures.loss,
@@ -184,8 +187,20 @@ class Trainer:
         )
         self._waited_s = 0.0
         self._num_skipped = self._num_skipped + 1 if figures.skipped else 0
+        if figures.skipped:
+            self._quarantine(figures)
         if self._num_skipped > train.max_nonfinite_steps:
             raise TrainingDivergedError(
                 f"step {figures.step}: {self._num_skipped} steps in a row had a loss or gradient that is not finite "
-                f"(train.max_nonfinite_steps = {train.max_nonfinite_steps})"
+                f"(train.max_nonfinite_steps = {train.max_nonfinite_steps}); see {self._actor.run_dir / 'quarantine'}"
             )
+
+    def _quarantine(self, figures: StepFigures) -> None:
+        step = QuarantinedStep(
+            step=figures.step,
+            rank=self._actor.index,
+            loss=figures.loss,
+            grad_norm=figures.grad_norm,
+            batches=figures.batches,
+        )
+        quarantine(self._actor.run_dir, step)

@@ -24,11 +24,11 @@ def test_what_actors_write_is_read_place_by_place() -> None:
     notices.phase(Phase.READY)
     notices.add(num_batches=2, num_tokens=30, waiting_s=0.5)
     notices.add(num_batches=1, waiting_s=0.25)
-    notices.show_step(4, 9, 1.5)
+    notices.show_step(4, 9, 1.5, num_skipped=2)
     notices.show_acceptance(2.75)
     notice = board.read(39)
     assert began <= notice.progress_s <= time.monotonic()
-    assert notice._replace(progress_s=0.0) == Notice(77, Phase.READY, 0.0, 4, 9, 3, 30, 0.75, 1.5, 2.75, 0, False)
+    assert notice._replace(progress_s=0.0) == Notice(77, Phase.READY, 0.0, 4, 9, 3, 30, 0.75, 1.5, 2.75, 0, False, 2)
     assert board.read(38) == Notice(0, Phase.STARTING, 0.0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0, False)
     os.close(fd)
 

@@ -104,7 +104,7 @@ def test_a_life_that_comes_to_its_end(stage: Stage) -> None:
     first, last = log.splitlines()
     assert re.fullmatch(r"\S+ \S+ I ---- drafter-3 started, pid \d+ ----", first) and last.endswith(" I done")
     assert (stage.board.read(0).pid, stage.board.read(0).phase) == (stage.started[0].pid, Phase.READY)
-    assert (stage.run_dir / "metrics" / "drafter-3.jsonl").read_text() == '{"step": 1}\n'
+    assert (stage.run_dir / "metrics" / "drafter-3.jsonl").read_text() == '{"step":1}\n'
 
 
 def test_a_failure_is_1_and_leaves_its_traceback(stage: Stage) -> None:

@@ -21,10 +21,10 @@ def test_lines_come_back_in_order_with_all_their_digits(tmp_path: Path) -> None:
     assert list(read_metrics(tmp_path, "drafter-1")) == []
 
 
-def test_figures_that_are_not_finite_come_back(tmp_path: Path) -> None:
-    MetricsWriter(tmp_path, "drafter-0").write(loss=math.nan, bound=math.inf)
-    (figures,) = read_metrics(tmp_path, "drafter-0")
-    assert math.isnan(figures["loss"]) and figures["bound"] == math.inf
+def test_null_stands_for_figures_that_are_not_finite(tmp_path: Path) -> None:
+    MetricsWriter(tmp_path, "drafter-0").write(loss=math.nan, bounds=[math.inf, 1.5, -math.inf])
+    assert metrics_path(tmp_path, "drafter-0").read_text() == '{"loss":null,"bounds":[null,1.5,null]}\n'
+    assert list(read_metrics(tmp_path, "drafter-0")) == [{"loss": None, "bounds": [None, 1.5, None]}]
 
 
 def test_a_torn_last_line_is_left_out_and_spoils_no_later_one(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_a_torn_last_line_is_left_out_and_spoils_no_later_one(tmp_path: Path) ->
 def test_a_new_life_writes_on_and_a_whole_last_line_stays(tmp_path: Path) -> None:
     for batch in range(3):
         MetricsWriter(tmp_path, "target-0").write(batch=batch)
-    assert metrics_path(tmp_path, "target-0").read_text() == '{"batch": 0}\n{"batch": 1}\n{"batch": 2}\n'
+    assert metrics_path(tmp_path, "target-0").read_text() == '{"batch":0}\n{"batch":1}\n{"batch":2}\n'
 
 
 def test_a_kill_leaves_whole_lines(tmp_path: Path) -> None:

@@ -4,30 +4,52 @@ import torch
 
 from services.drafter.journal import Journal, StepFigures
 from services.drafter.optimizer import StepResult
+from services.drafter.quarantine import BatchFacts, QuarantinedBatch
 
 
 def make_result(loss: float, *, found_inf: float = 0.0, stop: float = 0.0) -> StepResult:
     """Of blocks of three: weighted loss and weight, slots accepted, right per slot, labels per slot, the stop flag."""
     sums = torch.tensor([loss * 2, 2.0, 5.0, 3.0, 1.0, 8.0, 4.0, stop])
-    return StepResult(torch.tensor(loss), torch.tensor(0.5), torch.tensor(found_inf), sums)
+    return StepResult(torch.tensor(loss), torch.tensor(0.5), torch.tensor(found_inf), sums, torch.tensor(1.0))
+
+
+def make_facts(batch: int, *, nonfinite: float = 0.0) -> BatchFacts:
+    return BatchFacts(batch, [7, 8], torch.tensor([nonfinite, 2.5, 12.0, 4.0]))
+
+
+def make_record(batch: int, *, nonfinite: int = 0) -> QuarantinedBatch:
+    return QuarantinedBatch(batch=batch, sample_ids=[7, 8], num_nonfinite=nonfinite, largest_finite=2.5, loss=3.0)
 
 
 def test_figures_of_a_step_come_with_the_next() -> None:
-    journal = Journal(torch.device("cpu"), num_sums=8)
+    journal = Journal(torch.device("cpu"), num_sums=8, num_batches=2)
     assert journal.flush() is None
-    assert journal.push(1, make_result(4.0)) is None
-    first = StepFigures(1, 4.0, 0.5, skipped=False, stop_requested=False, num_labels=[8, 4], num_correct=[3, 1], num_accepted=5)
-    assert journal.push(2, make_result(2.0, found_inf=1.0, stop=1.0)) == first
-    assert journal.flush() == first._replace(step=2, loss=2.0, skipped=True, stop_requested=True)
+    assert journal.push(1, make_result(4.0), [make_facts(5), make_facts(6, nonfinite=3.0)]) is None
+    first = StepFigures(
+        step=1,
+        loss=4.0,
+        grad_norm=0.5,
+        skipped=False,
+        stop_requested=False,
+        num_labels=[8, 4],
+        num_correct=[3, 1],
+        num_accepted=5,
+        num_skipped=0,
+        batches=[make_record(5), make_record(6, nonfinite=3)],
+    )
+    assert journal.push(2, make_result(2.0, found_inf=1.0, stop=1.0), [make_facts(9)]) == first
+    second = first._replace(step=2, loss=2.0, skipped=True, stop_requested=True, num_skipped=1, batches=[make_record(9)])
+    assert journal.flush() == second
     assert journal.flush() is None
 
 
 def test_figures_are_those_of_the_moment_they_were_sent_off() -> None:
-    journal = Journal(torch.device("cpu"), num_sums=8)
-    result = make_result(4.0)
-    journal.push(1, result)
-    for tensor in (result.loss, result.grad_norm, result.sums):
+    journal = Journal(torch.device("cpu"), num_sums=8, num_batches=1)
+    result, facts = make_result(4.0), make_facts(5)
+    journal.push(1, result, [facts])
+    for tensor in (result.loss, result.grad_norm, result.sums, facts.facts):
         tensor.zero_()
     figures = journal.flush()
     assert figures is not None
     assert (figures.loss, figures.grad_norm, figures.num_labels) == (4.0, 0.5, [8, 4])
+    assert figures.batches == [make_record(5)]

@@ -10,14 +10,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import config as configuration
-from common.checksum import checksum
 from common.dataset import Dataset
-from common.layout import HEADER_BYTES, SlotHeader, SlotLayout
-from common.memory import attach
-from common.ring import ReadableSlot, RingReader
-from common.slot_table import SlotState, SlotTable
 from tests.launch.launched_runs import TWO_BY_TWO, LaunchedRun, identity, open_files, shared_memory
+from tests.launch.tampering import freeze, ready_slots, thaw, write_header
 
 HUGE_NOISE = ("train.noise=gaussian", "train.noise_scale=3e38")  # no product of it is finite
 
@@ -63,9 +58,9 @@ def test_a_stopped_and_a_killed_run_go_on_where_they_were(reference: LaunchedRun
     run.wait_until_gone(memory)
 
     run.start(*TWO_BY_TWO)
-    frozen = _freeze(run, "drafter-1")
+    frozen = freeze(run, "drafter-1")
     run.wait_until(lambda: len(list((run.directory / "rendezvous").iterdir())) == 2)  # not where the killed group met
-    _thaw(frozen)
+    thaw(frozen)
     assert run.end() == 0, run.log_tails()
     assert run.losses() == reference.losses()
     assert run.evaluations() == reference.evaluations()
@@ -110,32 +105,17 @@ def test_an_actor_that_fails_again_and_again_ends_the_run(small_reference: Launc
 def test_a_damaged_slot_is_detected_and_produced_again(small_reference: LaunchedRun, run: LaunchedRun) -> None:
     run.start()
     run.wait_for_step(4)
-    frozen = _freeze(run, "drafter-0")
-    (_, first), (_, second), (third, slot) = _ready_slots(run, at_least=3)
+    frozen = freeze(run, "drafter-0")
+    (_, first), (_, second), (third, slot) = ready_slots(run, at_least=3)
     first.hidden_states.view(torch.int16)[-1, -1, -1] ^= 1
     second.rows.input_ids[0] ^= 1
-    _write_header(run, third, slot.header._replace(plan_hash=bytes(16)))
-    _thaw(frozen)
+    write_header(run, third, slot.header._replace(plan_hash=bytes(16)))
+    thaw(frozen)
     assert run.end() == 0, run.log_tails()
     found = re.findall(r"slot \d, batch \d+: (.*): needed .*; it is produced again", run.log("drafter-0"))
     assert found == ["hidden states checksum", "rows checksum", "plan hash"]
     assert run.losses() == small_reference.losses()
     assert run.weights() == small_reference.weights()
-
-
-def test_a_nan_skips_one_step_on_all_ranks(run: LaunchedRun) -> None:
-    run.start('drafters.devices=["cpu", "cpu"]')
-    run.wait_for_step(4)
-    frozen = _freeze(run, "drafter-0", "drafter-1")
-    _poison(run)
-    _thaw(frozen)
-    assert run.end() == 0, run.log_tails()
-    assert len(run.skipped_steps()) == 1
-    assert run.skipped_steps(rank=1) == run.skipped_steps()
-    last = max((run.directory / "checkpoints").iterdir())
-    optimizer = torch.load(last / "optimizer.pt", weights_only=True)
-    assert int(optimizer["step"]) == len(run.steps()) - 1
-    assert all(bool(torch.isfinite(values).all()) for values in optimizer.values())
 
 
 def test_too_many_steps_that_are_not_finite_end_the_run(run: LaunchedRun) -> None:
@@ -154,43 +134,3 @@ def _make_all_tokens_unknown(folder: Path) -> None:
     content = path.read_bytes()
     assert content.count(tokens.tobytes()) == 1
     path.write_bytes(content.replace(tokens.tobytes(), np.full_like(tokens, 10**6).tobytes()))
-
-
-def _freeze(run: LaunchedRun, *names: str) -> list[int]:
-    pids = [run.pid(name) for name in names]
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    return pids
-
-
-def _thaw(pids: list[int]) -> None:
-    for pid in pids:
-        os.kill(pid, signal.SIGCONT)
-
-
-def _ready_slots(run: LaunchedRun, at_least: int) -> list[tuple[int, ReadableSlot]]:
-    """The first filled slots of ring 0 in the order of their batches, as the drafters will read them."""
-    config = configuration.read(run.directory)
-    num_slots = config.ring.num_slots
-    table = SlotTable(_open(run, "exchange", "headrace-control"), num_slots)
-    run.wait_until(lambda: table.counts()[SlotState.READY] >= at_least)
-    ring = RingReader(_open(run, "target-0", "headrace-ring-0"), SlotLayout.of(config), num_slots)
-    batches = {table.read(slot).batch: slot for slot in range(num_slots) if table.read(slot).state == SlotState.READY}
-    return [(batches[batch], ring.open(batches[batch])) for batch in sorted(batches)[:at_least]]
-
-
-def _poison(run: LaunchedRun) -> None:
-    """Hidden states of NaN with the right checksum: as if the target had computed them."""
-    (index, slot), *_ = _ready_slots(run, at_least=1)
-    slot.hidden_states.fill_(torch.nan)
-    _write_header(run, index, slot.header._replace(hidden_checksum=int(checksum(slot.hidden_states))))
-
-
-def _write_header(run: LaunchedRun, index: int, header: SlotHeader) -> None:
-    start = index * SlotLayout.of(configuration.read(run.directory)).stride
-    memory = memoryview(attach(_open(run, "target-0", "headrace-ring-0")))
-    header.pack_into(memory[start : start + HEADER_BYTES])
-
-
-def _open(run: LaunchedRun, actor: str, name: str) -> int:
-    return os.open(shared_memory(run.pid(actor))[name], os.O_RDWR)
