@@ -136,6 +136,7 @@ class Notices:
         self._record["num_batches"] += num_batches
         self._record["num_tokens"] += num_tokens
         self._record["waiting_s"] += waiting_s
+        self.progress()
 
     def show_step(self, step: int, num_steps: int, loss: float) -> None:
         """Show the optimizer step and its loss."""

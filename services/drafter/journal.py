@@ -30,23 +30,24 @@ class Journal:
     def __init__(self, device: torch.device, num_sums: int) -> None:
         self._copies = CopyStream(device)
         self._host = torch.empty(3 + num_sums, pin_memory=device.type == "cuda")
-        self._pending: tuple[int, Mark, torch.Tensor] | None = None
+        self._figures = torch.empty(3 + num_sums, device=device)
+        self._pending: tuple[int, Mark] | None = None
         self._device = device
 
     def push(self, step: int, result: StepResult) -> StepFigures | None:
         """Send off the figures of step number `step`; returns those of the step before, if not yet read."""
         earlier = self.flush()
-        figures = torch.cat([torch.stack([result.loss, result.grad_norm, result.found_inf]), result.sums])
+        self._figures.copy_(torch.cat([torch.stack([result.loss, result.grad_norm, result.found_inf]), result.sums]))
         with self._copies.after(mark_computation(self._device)):
-            self._host.copy_(figures, non_blocking=True)
-        self._pending = (step, self._copies.mark(), figures)  # the tensor stays until its copy is over
+            self._host.copy_(self._figures, non_blocking=True)
+        self._pending = (step, self._copies.mark())
         return earlier
 
     def flush(self) -> StepFigures | None:
         """The figures still on their way, waited for; None where there are none."""
         if self._pending is None:
             return None
-        step, copied, _ = self._pending
+        step, copied = self._pending
         self._pending = None
         copied.wait()
         loss, grad_norm, skipped, _, _, accepted, *counts, stop = self._host.tolist()

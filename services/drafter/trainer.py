@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
+from common import faults
 from common.board import Phase
 from common.errors import TrainingDivergedError
 from common.lifecycle import Actor, StoppedError
@@ -77,18 +78,25 @@ class Trainer:
 
     def _share_state(self) -> None:
         """All ranks go on from the one that is furthest; from disk only where none holds the run in memory."""
+        self._report(self._journal.flush())
         positions = self._group.collect(self._position)
+        self._stop_requested = any(self._group.collect(self._stop_requested))
         furthest = max(positions)
         if furthest == _NOWHERE:
             self._position = self._snapshots.resume(self._model, self._optimizer)
         elif min(positions) < furthest:
-            skipped = torch.tensor([self._num_skipped], device=self._embedding.device)
-            state = self._optimizer.state_dict()
-            self._group.copy_from(positions.index(furthest), [*state.values(), skipped])
-            self._optimizer.load_state_dict(state)
-            self._num_skipped = int(skipped)
-            log.info("rank %d gave its state: batch %d -> %d", positions.index(furthest), self._position, furthest)
-            self._position = furthest
+            self._take_state(positions.index(furthest), furthest)
+
+    def _take_state(self, source: int, position: int) -> None:
+        before, self._position = self._position, _NOWHERE  # half a state is none
+        figures = [self._num_skipped, self._snapshots.acceptance or 0.0]
+        skipped_and_tau = torch.tensor(figures, dtype=torch.float64, device=self._embedding.device)
+        state = self._optimizer.state_dict()
+        self._group.copy_from(source, [*state.values(), skipped_and_tau])
+        self._optimizer.load_state_dict(state)
+        self._num_skipped, self._snapshots.acceptance = int(skipped_and_tau[0]), float(skipped_and_tau[1]) or None
+        self._position = position
+        log.info("rank %d gave its state: batch %d -> %d", source, before, position)
 
     def _train(self, fetcher: Fetcher) -> None:
         while first := self._next(fetcher):
@@ -109,6 +117,7 @@ class Trainer:
                 self._accumulate(fetched.batch, fetched.info.epoch)
         self._optimizer.sums[-1] = float(self._actor.stopping)
         self._optimizer.reduce(self._group.add_up)
+        faults.reach("drafter.before_step")
         result = self._optimizer.step(first.info.step)
         self._position += self._config.plan.batches_per_step
         self._report(self._journal.push(first.info.step + 1, result))
@@ -181,6 +190,7 @@ class Trainer:
             accuracy_per_slot=[c / n if n else 0.0 for c, n in zip(figures.num_correct, figures.num_labels, strict=True)],
             skipped=figures.skipped,
             waiting_s=self._waited_s,
+            time_s=time.time(),
         )
         self._waited_s = 0.0
         self._num_skipped = self._num_skipped + 1 if figures.skipped else 0

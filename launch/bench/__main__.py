@@ -1,0 +1,21 @@
+"""`python -m launch.bench NAME ...`: one measurement per module of this package; each has a `main(arguments)`."""
+
+import importlib
+import pkgutil
+import sys
+
+from launch import bench
+
+
+def main(arguments: list[str]) -> int:
+    """Run the named measurement; exit code 2 where there is none of that name."""
+    names = sorted(module.name for module in pkgutil.iter_modules(bench.__path__) if not module.name.startswith("_"))
+    if not arguments or arguments[0] not in names:
+        print(f"usage: python -m launch.bench {{{','.join(names)}}} ...", file=sys.stderr)
+        return 2
+    result = importlib.import_module(f"launch.bench.{arguments[0]}").main(arguments[1:])
+    return int(result or 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
