@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from common.errors import ConfigError
+from common.limits import check
 from common.target_shape import TargetShape, default_tap_layers, read_target_shape
 
 DType = Literal["float32", "bfloat16"]
@@ -59,6 +60,7 @@ class DataConfig(Section, frozen=True, kw_only=True):
 
     path: str = ""
     eval_path: str = ""  # "" means no evaluation
+    skip_damaged: bool = False  # check every file at the start and leave out the rows that are damaged
     synthetic: SyntheticConfig | None = None  # instead of both paths
 
 
@@ -189,7 +191,7 @@ def load(path: Path, overrides: list[str]) -> Config:
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {_name_the_key(str(error))}") from error
     config = _fill_in(config)
-    _check(config)
+    check(config)
     return config
 
 
@@ -245,53 +247,3 @@ def _fill_in(config: Config) -> Config:
         intermediate_size=draft.intermediate_size or shape.intermediate_size,
     )
     return msgspec.structs.replace(config, draft=draft, target_shape=shape)
-
-
-def _check(config: Config) -> None:
-    _check_draft(config.draft, config.shape)
-    _check_plan(config.plan, config.num_drafters)
-    train, checkpoint, data = config.train, config.checkpoint, config.data
-    samples = config.plan.max_samples_per_batch
-    _need(bool(config.targets.devices), "targets.devices", "at least one device", "none")
-    _need(config.ring.num_slots >= 1, "ring.num_slots", "at least 1", config.ring.num_slots)
-    _need(bool(data.path) != (data.synthetic is not None), "data", "either data.path or data.synthetic", "both or neither")
-    _need(train.anchors_per_document >= 1, "train.anchors_per_document", "at least 1", train.anchors_per_document)
-    fits = train.anchors_per_batch >= samples
-    _need(fits, "train.anchors_per_batch", f"at least plan.max_samples_per_batch {samples}", train.anchors_per_batch)
-    _need(train.decay_gamma > 0, "train.decay_gamma", "above 0", train.decay_gamma)
-    window = train.profile_steps
-    _need(not window or (len(window) == 2 and 1 <= window[0] <= window[1]), "train.profile_steps", "[first, last]", window)
-    _need(checkpoint.every_steps >= 1, "checkpoint.every_steps", "at least 1", checkpoint.every_steps)
-    _need(checkpoint.keep >= 1, "checkpoint.keep", "at least 1", checkpoint.keep)
-
-
-def _check_draft(draft: DraftConfig, shape: TargetShape) -> None:
-    taps, heads, groups = draft.tap_layers, draft.num_attention_heads, draft.num_key_value_heads
-    sliding = "sliding_attention" in draft.layer_types
-    _need(draft.num_layers >= 1, "draft.num_layers", "at least 1", draft.num_layers)
-    _need(draft.block_size >= 2, "draft.block_size", "at least 2", draft.block_size)
-    known = 0 <= draft.mask_token_id < shape.vocab_size
-    _need(known, "draft.mask_token_id", f"an id below the vocabulary size {shape.vocab_size}", draft.mask_token_id)
-    ascending = taps == sorted(set(taps)) and taps[0] >= 0 and taps[-1] < shape.num_hidden_layers
-    _need(ascending, "draft.tap_layers", f"ascending from 0 to {shape.num_hidden_layers - 1}", taps)
-    _need(len(draft.layer_types) == draft.num_layers, "draft.layer_types", f"{draft.num_layers} entries", draft.layer_types)
-    _need(not sliding or draft.sliding_window >= 1, "draft.sliding_window", "at least 1", draft.sliding_window)
-    _need(heads % groups == 0, "draft.num_attention_heads", f"a multiple of num_key_value_heads {groups}", heads)
-
-
-def _check_plan(plan: PlanConfig, num_drafters: int) -> None:
-    buckets = plan.bucket_lengths
-    ascending = bool(buckets) and buckets == sorted(set(buckets)) and buckets[0] >= 1
-    _need(ascending, "plan.bucket_lengths", "ascending lengths", buckets)
-    fits = plan.max_tokens_per_batch >= buckets[-1]
-    _need(fits, "plan.max_tokens_per_batch", f"room for the longest bucket {buckets[-1]}", plan.max_tokens_per_batch)
-    _need(plan.max_samples_per_batch >= 1, "plan.max_samples_per_batch", "at least 1", plan.max_samples_per_batch)
-    _need(num_drafters >= 1, "drafters.devices", "at least one device", "none")
-    shared = plan.batches_per_step >= 1 and plan.batches_per_step % num_drafters == 0
-    _need(shared, "plan.batches_per_step", f"a multiple of the {num_drafters} drafters", plan.batches_per_step)
-    _need(plan.epochs >= 1, "plan.epochs", "at least 1", plan.epochs)
-
-
-def _need(holds: bool, key: str, needed: str, found: object) -> None:
-    if not holds:
-        raise ConfigError(f"{key}: needed {needed}, found {found}")

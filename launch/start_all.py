@@ -19,15 +19,18 @@ from common import memory
 from common.addresses import exchange_address
 from common.board import Board
 from common.config import Config
+from common.damage import DamagedRows, Ranges, find_damage, write_damaged_rows
 from common.dataset import Dataset
 from common.errors import ConfigError, HeadraceError, ModelError, RunDirectoryBusyError
 from common.slot_table import SlotTable
 from launch.child import Child
 from launch.live import LiveLine
+from launch.plan_table import format_plan
 from launch.summary import summarize
 from launch.supervisor import Supervisor
 from launch.synthetic import write_synthetic
 from launch.topology import SharedFds, Topology, describe, plan_topology
+from services.exchange.data import read_run_data
 
 EXIT_DONE, EXIT_GAVE_UP, EXIT_BAD_INPUT, EXIT_BUSY, EXIT_SIGNAL = 0, 1, 2, 3, 128
 
@@ -69,6 +72,10 @@ def start(config: Config, run_dir: Path, dry_run: bool) -> int:
     try:
         if config.data.synthetic is not None:
             write_synthetic(config, run_dir / "data")
+        if config.data.skip_damaged:
+            _find_damage(config, run_dir)
+        data = read_run_data(config, run_dir)
+        print(format_plan(data.plan(config)[0], *data, config.plan), flush=True)
         configuration.write(config, run_dir)
         return _run(config, topology, run_dir)
     finally:
@@ -126,7 +133,18 @@ def _absolute(path: str) -> str:
 def _check_data(config: Config) -> None:
     """Open what was prepared, for its errors, before anything is written."""
     for path in filter(None, (config.data.path, config.data.eval_path)):
-        Dataset.open(Path(path))
+        Dataset.open(Path(path), damaged=config.data.skip_damaged)
+
+
+def _find_damage(config: Config, run_dir: Path) -> None:
+    """Say what is damaged, and leave the rows where the exchange looks."""
+    rows: dict[str, Ranges] = {}
+    for kind, path in (("train", config.data.path), ("eval", config.data.eval_path)):
+        damage = find_damage(Path(path)) if path else []
+        for line in damage:
+            print(f"damaged: {path}/{line}", flush=True)
+        rows[kind] = [span for line in damage for span in line.rows]
+    write_damaged_rows(DamagedRows(**rows), run_dir)
 
 
 def _check_model(config: Config) -> None:

@@ -201,7 +201,8 @@ class Supervisor:
     def _give_up(self, child: Child, reason: str, *, hopeless: bool = False) -> None:
         if not self.failure:
             self.failure, self.culprit = reason, child
-            self.is_bad_input = hopeless and child.spec.name not in self._was_ready
+            reads_data = child.spec.role == "target"  # what it meets later is a damaged row
+            self.is_bad_input = hopeless and (reads_data or child.spec.name not in self._was_ready)
 
     def _interrupt(self, signum: int, frame: FrameType | None) -> None:
         self._interrupts += 1

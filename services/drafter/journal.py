@@ -9,6 +9,7 @@ import torch
 
 from common.copy_stream import CopyStream, Mark, mark_computation
 from services.drafter.optimizer import StepResult
+from services.drafter.stopwatch import Stopwatch
 
 
 class StepFigures(NamedTuple):
@@ -22,6 +23,15 @@ class StepFigures(NamedTuple):
     num_labels: list[int]  # per slot 1 .. B - 1
     num_correct: list[int]
     num_accepted: int  # leading correct slots of all blocks
+    laps_s: dict[str, float]  # where this rank's time went
+    cost: "StepCost"
+
+
+class StepCost(NamedTuple):
+    """What one rank computed in a step."""
+
+    num_tokens: int
+    flops: float
 
 
 class Journal:
@@ -31,23 +41,23 @@ class Journal:
         self._copies = CopyStream(device)
         self._host = torch.empty(3 + num_sums, pin_memory=device.type == "cuda")
         self._figures = torch.empty(3 + num_sums, device=device)
-        self._pending: tuple[int, Mark] | None = None
+        self._pending: tuple[int, Mark, Stopwatch, StepCost] | None = None
         self._device = device
 
-    def push(self, step: int, result: StepResult) -> StepFigures | None:
+    def push(self, step: int, result: StepResult, watch: Stopwatch, cost: StepCost) -> StepFigures | None:
         """Send off the figures of step number `step`; returns those of the step before, if not yet read."""
         earlier = self.flush()
         self._figures.copy_(torch.cat([torch.stack([result.loss, result.grad_norm, result.found_inf]), result.sums]))
         with self._copies.after(mark_computation(self._device)):
             self._host.copy_(self._figures, non_blocking=True)
-        self._pending = (step, self._copies.mark())
+        self._pending = (step, self._copies.mark(), watch, cost)
         return earlier
 
     def flush(self) -> StepFigures | None:
         """The figures still on their way, waited for; None where there are none."""
         if self._pending is None:
             return None
-        step, copied = self._pending
+        step, copied, watch, cost = self._pending
         self._pending = None
         copied.wait()
         loss, grad_norm, skipped, _, _, accepted, *counts, stop = self._host.tolist()
@@ -61,4 +71,6 @@ class Journal:
             num_labels=[round(n) for n in labels],
             num_correct=[round(n) for n in correct],
             num_accepted=round(accepted),
+            laps_s=watch.laps_s(),
+            cost=cost,
         )

@@ -15,13 +15,16 @@ from common.lifecycle import Actor, StoppedError
 from services.drafter.anchors import choose_blocks
 from services.drafter.evaluator import Evaluator
 from services.drafter.fetch import Fetched, Fetcher
+from services.drafter.flops import batch_flops
 from services.drafter.group import Group, GroupBrokenError
-from services.drafter.journal import Journal, StepFigures
+from services.drafter.journal import Journal, StepCost, StepFigures
 from services.drafter.model import DraftModel
 from services.drafter.noise import add_noise
 from services.drafter.optimizer import MasterAdamW, learning_rate
+from services.drafter.profiler import StepProfiler
 from services.drafter.snapshots import Snapshots
 from services.drafter.step import PackedBatch, block_loss
+from services.drafter.stopwatch import Stopwatch
 
 _NOWHERE = -1
 log = logging.getLogger(__name__)
@@ -47,6 +50,7 @@ class Trainer:
         self._snapshots = snapshots
         self._group = group
         self._journal = Journal(self._embedding.device, len(optimizer.sums))
+        self._profiler = StepProfiler(actor.run_dir / "profile" / f"{actor.name}.json", actor.config.train.profile_steps)
         self._evaluator = Evaluator(model, frozen, actor.config)
         self._position = _NOWHERE  # the first batch of the sequence that is not in the weights
         self._waited_s = 0.0
@@ -73,6 +77,7 @@ class Trainer:
                 fetcher.stop()
                 self._optimizer.abandon()
         fetcher.stop()
+        self._profiler.close()
         self._save(self._optimizer.num_steps, required=True)
         self._snapshots.export(self._model, self._optimizer)
 
@@ -112,17 +117,26 @@ class Trainer:
                 raise StoppedError
 
     def _train_step(self, fetcher: Fetcher, first: Fetched) -> None:
+        step = first.info.step + 1
+        self._profiler.before(step)
+        watch, num_tokens, flops = Stopwatch(self._embedding.device), 0, 0.0
         for fetched in self._places(fetcher, first):
             if fetched.batch is not None:
-                self._accumulate(fetched.batch, fetched.info.epoch)
+                flops += self._accumulate(fetched.batch, fetched.info.epoch)
+                num_tokens += len(fetched.batch.input_ids)
+        watch.lap("forward_backward_s")
         self._optimizer.sums[-1] = float(self._actor.stopping)
         self._optimizer.reduce(self._group.add_up)
+        watch.lap("reduce_s")
         faults.reach("drafter.before_step")
         result = self._optimizer.step(first.info.step)
+        watch.lap("optimizer_s")
+        self._profiler.after(step)
         self._position += self._config.plan.batches_per_step
-        self._report(self._journal.push(first.info.step + 1, result))
+        self._report(self._journal.push(step, result, watch, StepCost(num_tokens, flops)))
 
-    def _accumulate(self, batch: PackedBatch, epoch: int) -> None:
+    def _accumulate(self, batch: PackedBatch, epoch: int) -> float:
+        """Forward and backward of one batch; returns its floating-point operations."""
         blocks = choose_blocks(batch.input_ids, batch.loss_mask, batch.cu_seqlens, batch.sample_ids, epoch, self._config)
         noisy = add_noise(batch.hidden_states, batch.cu_seqlens, batch.sample_ids, epoch, self._config)
         batch = replace(batch, hidden_states=noisy)
@@ -130,6 +144,7 @@ class Trainer:
         torch.autograd.backward(sums[0])
         self._optimizer.accumulate(F.pad(sums, (0, 1)))
         self._actor.notices.add(num_batches=1, num_tokens=len(batch.input_ids))
+        return batch_flops(self._config, blocks, batch.cu_seqlens)
 
     def _evaluate(self, fetcher: Fetcher, first: Fetched) -> None:
         """A whole evaluation, of one or more groups of batches: one place in the life of the run."""
@@ -180,6 +195,7 @@ class Trainer:
         if figures is None:
             return
         train, num_steps = self._config.train, self._optimizer.num_steps
+        num_blocks, step_s = figures.num_labels[0], sum(figures.laps_s.values())
         self._stop_requested |= figures.stop_requested
         self._actor.notices.show_step(figures.step, num_steps, figures.loss)
         self._actor.metrics.write(
@@ -188,7 +204,11 @@ class Trainer:
             grad_norm=figures.grad_norm,
             learning_rate=learning_rate(figures.step - 1, num_steps, train.learning_rate, train.warmup_ratio),
             accuracy_per_slot=[c / n if n else 0.0 for c, n in zip(figures.num_correct, figures.num_labels, strict=True)],
+            block_acceptance=1.0 + figures.num_accepted / num_blocks if num_blocks else 0.0,
             skipped=figures.skipped,
+            **figures.laps_s,
+            tokens_per_s=figures.cost.num_tokens / step_s,
+            tflops=figures.cost.flops / step_s * 1e-12,
             waiting_s=self._waited_s,
             time_s=time.time(),
         )

@@ -10,7 +10,8 @@ the last step) are padding: the rank takes part with nothing of its own.
 
 An epoch: the samples of each length bucket are shuffled, sorted by length within windows so that
 batches have little padding, cut into batches of a fixed number of samples per bucket, and the
-batches of all buckets are shuffled. So every epoch has the same number of batches.
+batches of all buckets are shuffled. So every epoch has the same number of batches. A length of 0
+marks a sample that no batch may hold.
 """
 
 import hashlib
@@ -104,7 +105,7 @@ def samples_per_batch(settings: PlanConfig, bucket: int) -> int:
 
 
 def _bucket(lengths: NDArray[np.int32], settings: PlanConfig, key: str) -> list[tuple[NDArray[np.int64], NDArray[np.int32]]]:
-    """(sample ids, lengths) per bucket; sample ids ascending."""
+    """(sample ids, lengths) per bucket; sample ids ascending, those of length 0 left out."""
     longest = settings.bucket_lengths[-1]
     if len(lengths) and int(lengths.max()) > longest:
         raise DataError(
@@ -112,6 +113,7 @@ def _bucket(lengths: NDArray[np.int32], settings: PlanConfig, key: str) -> list[
             f"found sample {int(lengths.argmax())} of {int(lengths.max())} tokens"
         )
     buckets = np.searchsorted(np.asarray(settings.bucket_lengths), lengths)
+    buckets[lengths == 0] = -1
     members = [np.flatnonzero(buckets == bucket) for bucket in range(len(settings.bucket_lengths))]
     return [(ids, lengths[ids]) for ids in members]
 

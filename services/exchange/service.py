@@ -5,20 +5,18 @@ import logging
 import os
 from pathlib import Path
 
-import numpy as np
 import zmq
 
 from common import messages
 from common.addresses import exchange_address
 from common.board import Phase
 from common.config import Config
-from common.dataset import Dataset
 from common.errors import ProtocolError, RunDirectoryBusyError
 from common.lifecycle import Actor
 from common.messages import Refused, Reply
 from common.slot_table import SlotTable
+from services.exchange.data import read_run_data
 from services.exchange.leases import Leases
-from services.exchange.plan import Plan, plan_hash
 from services.exchange.router import Outgoing, Router
 
 _POLL_MS = 100
@@ -33,7 +31,7 @@ class ExchangeService:
         self._actor = actor
         self._lock = _lock(actor.run_dir)
         self._table = SlotTable(actor.args.control_fd, config.num_targets * config.ring.num_slots)
-        self._router = _make_router(config, Leases(self._table, config.num_targets))
+        self._router = _make_router(config, actor.run_dir, Leases(self._table, config.num_targets))
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -86,12 +84,8 @@ def _lock(run_dir: Path) -> int:
     return fd
 
 
-def _make_router(config: Config, leases: Leases) -> Router:
-    train = Dataset.open(Path(config.data.path))
-    held_out = Dataset.open(Path(config.data.eval_path)) if config.data.eval_path else None
-    eval_lengths = held_out.lengths if held_out else np.zeros(0, np.int32)
-    plan = Plan(config, train.lengths, eval_lengths)
-    name = plan_hash(config, train.fingerprint, held_out.fingerprint if held_out else "")
+def _make_router(config: Config, run_dir: Path, leases: Leases) -> Router:
+    plan, name = read_run_data(config, run_dir).plan(config)
     return Router(plan, name, leases, config.num_drafters)
 
 

@@ -30,9 +30,9 @@ class TargetService:
         self._device = torch.device(config.targets.devices[actor.index])
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        self._datasets = {"train": Dataset.open(Path(config.data.path))}
-        if config.data.eval_path:
-            self._datasets["eval"] = Dataset.open(Path(config.data.eval_path))
+        paths = {"train": config.data.path, "eval": config.data.eval_path}
+        damaged = config.data.skip_damaged
+        self._datasets = {kind: Dataset.open(Path(path), damaged=damaged) for kind, path in paths.items() if path}
         writer = RingWriter(actor.args.ring_fd, SlotLayout.of(config), config.ring.num_slots)
         began = time.monotonic()
         self._model = TargetModel.load(config, self._device)

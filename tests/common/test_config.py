@@ -59,6 +59,13 @@ def qwen3_6_27b(folder: Path) -> Path:
     [
         ("targets.devices=[]", "targets.devices: needed at least one device, found none"),
         ("drafters.devices=[]", "drafters.devices: needed at least one device, found none"),
+        ("targets.devices=['gpu']", "targets.devices: needed cpu, cuda or cuda:N, found gpu"),
+        ("drafters.devices=['cpu', 'cuda:']", "drafters.devices: needed cpu, cuda or cuda:N, found cuda:"),
+        ("targets.num_threads=0", "targets.num_threads: needed at least 1, found 0"),
+        ("drafters.num_threads=-1", "drafters.num_threads: needed at least 1, found -1"),
+        ("train.noise_scale=inf", "train.noise_scale: needed a finite number, found inf"),
+        ("train.learning_rate=nan", "train.learning_rate: needed a finite number, found nan"),
+        ("supervision.stall_timeout_s=-inf", "supervision.stall_timeout_s: needed a finite number, found -inf"),
         ("ring.num_slots=0", "ring.num_slots: needed at least 1, found 0"),
         ("data={}", "data: needed either data.path or data.synthetic, found both or neither"),
         ("data.path=somewhere", "data: needed either data.path or data.synthetic, found both or neither"),

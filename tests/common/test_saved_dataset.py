@@ -1,6 +1,5 @@
 """Folders of Hugging Face `datasets`, written here by hand as `save_to_disk` lays them out."""
 
-import json
 from pathlib import Path
 
 import pyarrow as pa
@@ -9,24 +8,13 @@ import pytest
 from common.damage import find_damage
 from common.dataset import Dataset
 from common.errors import DataError
+from tests.common.saved_sets import Row, save_set
 
-ROWS = [([5, 6, 7], [0, 1, 1]), ([8], [1]), ([1, 2, 3, 4], [0, 0, 1, 1]), ([9, 9], [1, 0])]
+ROWS: list[Row] = [([5, 6, 7], [0, 1, 1]), ([8], [1]), ([1, 2, 3, 4], [0, 0, 1, 1]), ([9, 9], [1, 0])]
 
 
 def save(folder: Path, ids: pa.DataType, mask: pa.DataType, **state: object) -> Path:
-    """Two files of streams, two record batches in the first, a column nobody asked for."""
-    folder.mkdir(parents=True)
-    schema = pa.schema([("text", pa.string()), ("input_ids", ids), ("loss_mask", mask)])
-    for name, batches in (("data-00000-of-00002.arrow", [ROWS[:2], ROWS[2:3]]), ("data-00001-of-00002.arrow", [ROWS[3:]])):
-        with pa.OSFile(str(folder / name), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
-            for rows in batches:
-                columns = zip(*rows, strict=True)
-                arrays = [pa.array(column).cast(kind) for column, kind in zip(columns, (ids, mask), strict=True)]
-                writer.write_batch(pa.record_batch([pa.array(["x"] * len(rows)), *arrays], schema=schema))
-    files = [{"filename": f"data-0000{number}-of-00002.arrow"} for number in range(2)]
-    (folder / "state.json").write_text(json.dumps({"_data_files": files, "_fingerprint": "f0", "_split": "train"} | state))
-    (folder / "dataset_info.json").write_text("{}")
-    return folder
+    return save_set(folder, ROWS, ids, mask, **state)
 
 
 @pytest.mark.parametrize(

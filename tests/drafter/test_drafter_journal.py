@@ -2,8 +2,9 @@
 
 import torch
 
-from services.drafter.journal import Journal, StepFigures
+from services.drafter.journal import Journal, StepCost, StepFigures
 from services.drafter.optimizer import StepResult
+from services.drafter.stopwatch import Stopwatch
 
 
 def make_result(loss: float, *, found_inf: float = 0.0, stop: float = 0.0) -> StepResult:
@@ -12,20 +13,45 @@ def make_result(loss: float, *, found_inf: float = 0.0, stop: float = 0.0) -> St
     return StepResult(torch.tensor(loss), torch.tensor(0.5), torch.tensor(found_inf), sums)
 
 
+COST = StepCost(num_tokens=30, flops=2e12)
+
+
+def timed() -> Stopwatch:
+    watch = Stopwatch(torch.device("cpu"))
+    watch.lap("forward_backward_s")
+    watch.lap("optimizer_s")
+    return watch
+
+
 def test_figures_of_a_step_come_with_the_next() -> None:
     journal = Journal(torch.device("cpu"), num_sums=8)
     assert journal.flush() is None
-    assert journal.push(1, make_result(4.0)) is None
-    first = StepFigures(1, 4.0, 0.5, skipped=False, stop_requested=False, num_labels=[8, 4], num_correct=[3, 1], num_accepted=5)
-    assert journal.push(2, make_result(2.0, found_inf=1.0, stop=1.0)) == first
-    assert journal.flush() == first._replace(step=2, loss=2.0, skipped=True, stop_requested=True)
+    watches = [timed(), timed()]
+    assert journal.push(1, make_result(4.0), watches[0], COST) is None
+    first = StepFigures(
+        step=1,
+        loss=4.0,
+        grad_norm=0.5,
+        skipped=False,
+        stop_requested=False,
+        num_labels=[8, 4],
+        num_correct=[3, 1],
+        num_accepted=5,
+        laps_s=watches[0].laps_s(),
+        cost=COST,
+    )
+    assert journal.push(2, make_result(2.0, found_inf=1.0, stop=1.0), watches[1], COST) == first
+    second = first._replace(step=2, loss=2.0, skipped=True, stop_requested=True, laps_s=watches[1].laps_s())
+    assert journal.flush() == second
+    assert list(second.laps_s) == ["forward_backward_s", "optimizer_s"]
+    assert all(lap >= 0 for lap in second.laps_s.values())
     assert journal.flush() is None
 
 
 def test_figures_are_those_of_the_moment_they_were_sent_off() -> None:
     journal = Journal(torch.device("cpu"), num_sums=8)
     result = make_result(4.0)
-    journal.push(1, result)
+    journal.push(1, result, timed(), COST)
     for tensor in (result.loss, result.grad_norm, result.sums):
         tensor.zero_()
     figures = journal.flush()

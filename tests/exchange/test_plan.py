@@ -125,6 +125,13 @@ def test_steps_run_on_over_the_end_of_an_epoch() -> None:
     assert plan.num_steps == 3
 
 
+def test_a_sample_of_length_0_is_in_no_batch() -> None:
+    lengths = np.array([3, 0, 8, 5, 0, 2], np.int32)
+    plan = make_plan(make_config(epochs=2), lengths, np.array([0, 4], np.int32))
+    assert [sorted(np.concatenate(plan.epoch(epoch)).tolist()) for epoch in range(2)] == [[0, 2, 3, 5]] * 2
+    assert [plan.sample_ids(place) for place in range(2)] == [[1], []]
+
+
 @pytest.mark.parametrize("key", ["data.path", "data.eval_path"])
 def test_a_sample_longer_than_the_last_bucket_is_named(key: str) -> None:
     long, fine = np.array([3, 8, 9, 2], np.int32), np.array([3], np.int32)

@@ -69,7 +69,7 @@ def test_made_up_data_that_cannot_be_made(run: LaunchedRun) -> None:
 
 
 def test_sample_longer_than_the_last_bucket(run: LaunchedRun) -> None:
-    refuse(run.start("plan.bucket_lengths=[16, 32]"), 2, "error: exchange: data.path: needed samples of at most 32 tokens")
+    refuse(run.start("plan.bucket_lengths=[16, 32]"), 2, "error: data.path: needed samples of at most 32 tokens")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,68 @@
+"""The plan of a run at its real size: the table, the time and the memory that the exchange needs.
+
+    python -m launch.bench plan --samples 1100000
+
+The lengths fill the six buckets of the reference run so that these shares of its batches come out.
+"""
+
+import argparse
+import resource
+import time
+
+import numpy as np
+
+from common.arrow_file import Int32Array
+from common.config import ActorsConfig, Config, DataConfig, DraftConfig, ModelConfig, PlanConfig
+from launch.plan_table import format_plan
+from services.exchange.data import Samples
+from services.exchange.plan import Plan, samples_per_batch
+
+BATCH_SHARES = (0.038, 0.074, 0.105, 0.150, 0.166, 0.466)
+SETTINGS = PlanConfig(
+    bucket_lengths=[128, 256, 512, 1024, 1536, 2048],
+    max_tokens_per_batch=16384,
+    max_samples_per_batch=64,
+    batches_per_step=6,
+    epochs=6,
+)
+
+
+def draw_lengths(num_samples: int, seed: int) -> Int32Array:
+    """int32 [num_samples]: uniform within each bucket, in random order."""
+    random = np.random.Generator(np.random.Philox(seed))
+    weights = [share * samples_per_batch(SETTINGS, bucket) for bucket, share in enumerate(BATCH_SHARES)]
+    ends = np.rint(np.cumsum(weights) / sum(weights) * num_samples).astype(int)
+    bounds = [0, *SETTINGS.bucket_lengths]
+    counts = np.diff(ends, prepend=0)
+    drawn = [random.integers(low + 1, high + 1, count) for low, high, count in zip(bounds, bounds[1:], counts, strict=False)]
+    return random.permutation(np.concatenate(drawn)).astype(np.int32)
+
+
+def main(arguments: list[str]) -> int:
+    """Print the table and what it cost."""
+    parser = argparse.ArgumentParser(prog="python -m launch.bench plan", description=__doc__)
+    parser.add_argument("--samples", type=int, default=1_100_000, metavar="N")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    lengths = draw_lengths(options.samples, options.seed)
+    before_mib = _peak_mib()
+    began = time.perf_counter()
+    plan = Plan(_config(options.seed), lengths, np.zeros(0, np.int32))
+    made_s = time.perf_counter() - began
+    plan.epoch(0), plan.epoch(1)  # as many as an exchange ever holds
+    epochs_s = time.perf_counter() - began - made_s
+    grown_mib = _peak_mib() - before_mib
+    print(format_plan(plan, Samples(lengths, "", None), Samples(lengths[:0], ""), SETTINGS))
+    print(f"plan {made_s:.2f} s, two epochs {epochs_s:.2f} s, memory {grown_mib:.0f} MiB more (peak {_peak_mib():.0f} MiB)")
+    return 0
+
+
+def _config(seed: int) -> Config:
+    """A run without a model: the plan looks at the seed, the plan and the evaluation alone."""
+    actors = ActorsConfig(devices=["cpu"])
+    model, draft, data = ModelConfig(path=""), DraftConfig(mask_token_id=0), DataConfig(path="")
+    return Config(seed=seed, model=model, draft=draft, data=data, plan=SETTINGS, targets=actors, drafters=actors)
+
+
+def _peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
