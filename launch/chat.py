@@ -10,20 +10,32 @@ from common.errors import ModelError
 from launch.conversations import Message
 
 
-def load_tokenizer(folder: Path, template: Path | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder, with the chat template of a Jinja file where one is given.
+def open_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder, with or without a chat template.
 
     Raises:
-        ModelError: no such folder, no tokenizer in it, or no chat template.
+        ModelError: no such folder, or no tokenizer in it.
     """
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder}: needed a model folder with config.json, found none")
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        if template is not None:
-            tokenizer.chat_template = template.read_text()
     except (OSError, ValueError) as error:
         raise ModelError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
+    return tokenizer
+
+
+def load_tokenizer(folder: Path, template: Path | None = None) -> PreTrainedTokenizerBase:
+    """The same, with the chat template of a Jinja file where one is given.
+
+    Raises:
+        ModelError: as above, or there is no chat template.
+    """
+    tokenizer = open_tokenizer(folder)
+    try:
+        tokenizer.chat_template = template.read_text() if template else tokenizer.chat_template
+    except (OSError, ValueError) as error:
+        raise ModelError(f"--template: {template} cannot be read: {error}") from error
     if not tokenizer.chat_template:
         raise ModelError(f"{folder}: needed a tokenizer with a chat template, found one without (see --template)")
     return tokenizer

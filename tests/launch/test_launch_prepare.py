@@ -12,9 +12,6 @@ import pytest
 
 from common.dataset import Dataset, DatasetWriter
 from launch import prepare
-from launch.chat import load_tokenizer
-from launch.smollm2 import DEFAULT_FOLDER, convert
-from tests.launch.supervised import read_supervised, read_text
 from tests.launch.tiny_chat_model import CHATML, END, START, make_tokenizer, save_chat_model
 
 ROOT = Path(__file__).parent.parent.parent
@@ -284,19 +281,3 @@ def test_long_messages_are_cut_only_on_request(model: Path, tmp_path: Path) -> N
     assert dataset.lengths.tolist()[2] == 8192
     assert bool(dataset.read(2).loss_mask[-1])
     assert read_report(tmp_path / "train")["truncated_share"] == pytest.approx(1 / 3)
-
-
-@pytest.mark.real_model
-def test_smollm2s_own_template(tmp_path: Path) -> None:
-    """Its template puts in a system turn of its own, and a line feed behind each answer, which is not learnt."""
-    folder = DEFAULT_FOLDER.expanduser()
-    convert(folder)
-    rows = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}] * 2}]
-    assert run(folder, tmp_path, rows) == 0
-    tokenizer, sample = load_tokenizer(folder), Dataset.open(tmp_path / "train").read(0)
-    assert read_supervised(tokenizer, sample) == ["Hello<|im_end|>"] * 2
-    text = read_text(tokenizer, sample)
-    assert text.startswith(
-        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-    )
-    assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>")
