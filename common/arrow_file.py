@@ -29,7 +29,7 @@ SCHEMA = pa.schema(
         ("checksum", pa.uint32()),
     ]
 )
-_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _MAGIC = b"ARROW1"
 
 Int32Array = npt.NDArray[np.int32]
@@ -105,8 +105,8 @@ def _map(path: Path) -> list[pa.RecordBatch]:
     if source.read(len(_MAGIC)) == _MAGIC:
         reader = pa.ipc.open_file(source)
         return [reader.get_batch(i) for i in range(reader.num_record_batches)]
-    source.seek(max(0, source.size() - len(_END_OF_STREAM)))
-    if source.read() != _END_OF_STREAM:
+    source.seek(max(0, source.size() - len(END_OF_STREAM)))
+    if source.read() != END_OF_STREAM:
         raise DataError(f"{path}: needed an Arrow IPC file, found neither its start nor the end of a stream (cut short?)")
     source.seek(0)
     return list(pa.ipc.open_stream(source))

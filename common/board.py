@@ -138,6 +138,7 @@ class Notices:
         self._record["num_batches"] += num_batches
         self._record["num_tokens"] += num_tokens
         self._record["waiting_s"] += waiting_s
+        self.progress()
 
     def show_step(self, step: int, num_steps: int, loss: float, num_skipped: int = 0) -> None:
         """Show the optimizer step, its loss, and how many steps of the run were skipped."""

@@ -17,7 +17,8 @@ class HiddenBuffer:
         elements = math.prod(layout.hidden_shape(layout.capacity_tokens))
         self._flat = torch.empty(elements, dtype=getattr(torch, layout.hidden_dtype), device=device)
         self._layout = layout
-        self.checksum = torch.empty((), dtype=torch.int64, pin_memory=device.type == "cuda")  # on the host
+        self.device_checksum = torch.empty((), dtype=torch.int64, device=device)
+        self.checksum = torch.empty((), dtype=torch.int64, pin_memory=device.type == "cuda")  # its copy on the host
 
     def as_in_slot(self, num_tokens: int) -> torch.Tensor:
         """The front of the buffer in the layout of the slot, [T, K, H] or [K, T, H], contiguous."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from common import config as configuration
+from common import faults
 from common.addresses import actor_name, exchange_address
 from common.board import Board, Notices
 from common.channel import Channel, ChannelClosedError
@@ -158,6 +159,7 @@ def run_actor(role: str, main: Callable[[Actor], None], add_arguments: Callable[
 def _live(role: str, args: argparse.Namespace, main: Callable[[Actor], None]) -> int:
     """The one place of the process where exceptions end."""
     try:
+        faults.load(args.run_dir, actor_name(role, args.index))
         actor = Actor(role, args)
         signal.signal(signal.SIGTERM, actor.stop)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's

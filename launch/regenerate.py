@@ -21,7 +21,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from common.errors import HeadraceError, ModelError
 from launch.chat import load_tokenizer, render
-from launch.prompts import Message, read_prompts
+from launch.conversations import Message
+from launch.prompts import read_prompts
 
 
 class Answer(NamedTuple):

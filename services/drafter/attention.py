@@ -4,6 +4,7 @@ Shapes: T context rows, Q block rows, M query rows among them, S keys, Hq query 
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from services.drafter.upload import upload
 from services.drafter.visibility import TILE, KeyRuns, find_tiles, in_one_sequence
 
+_MIN_TILED_HEAD_DIM = 16  # of flex_attention
 KeysValues = tuple[Tensor, Tensor]  # key, normed and rotated, and value: both [Hkv, rows, D]
 
 
@@ -45,7 +47,7 @@ class DenseAttention:
 
     def __call__(self, query: Tensor, context: KeysValues, own: KeysValues) -> Tensor:
         """See `Attend`."""
-        key, value = (torch.cat(both, dim=1) for both in zip(context, own, strict=True))
+        key, value = (_join(both) for both in zip(context, own, strict=True))
         grouped = query.shape[0] != key.shape[0]
         output = F.scaled_dot_product_attention(query[None], key[None], value[None], attn_mask=self.mask, enable_gqa=grouped)
         return output[0].transpose(0, 1).flatten(1)
@@ -70,10 +72,10 @@ class TiledAttention:
         """See `Attend`."""
         num_queries, missing = query.shape[1], self._capacity - context[0].shape[1]
         key, value = (
-            torch.cat([F.pad(seen, (0, 0, 0, missing)), F.pad(rows, (0, 0, 0, self._padding[1]))], dim=1)
+            _join([_pad_rows(seen, missing), _pad_rows(rows, self._padding[1])])
             for seen, rows in zip(context, own, strict=True)
         )
-        query = F.pad(query, (0, 0, 0, self._padding[0]))
+        query = _pad_rows(query, self._padding[0])
         grouped = query.shape[0] != key.shape[0]
         output = _flex_attention(query.is_cuda)(
             query[None], key[None], value[None], block_mask=self.block_mask, enable_gqa=grouped
@@ -82,7 +84,9 @@ class TiledAttention:
         return rows
 
 
-def make_attention(runs: KeyRuns, num_context: int, capacity: int, num_rows: int, device: torch.device) -> Attend:
+def make_attention(
+    runs: KeyRuns, num_context: int, capacity: int, num_rows: int, head_dim: int, device: torch.device
+) -> Attend:
     """The attention of M query rows for what `device` is.
 
     Args:
@@ -90,9 +94,10 @@ def make_attention(runs: KeyRuns, num_context: int, capacity: int, num_rows: int
         num_context: T.
         capacity: the largest T of the run.
         num_rows: Q.
+        head_dim: D.
         device: where it will be computed.
     """
-    if device.type == "cuda":
+    if device.type == "cuda" and head_dim >= _MIN_TILED_HEAD_DIM:
         return TiledAttention(runs, capacity, num_rows, device)
     return DenseAttention(runs, num_context, num_rows, device)
 
@@ -100,6 +105,16 @@ def make_attention(runs: KeyRuns, num_context: int, capacity: int, num_rows: int
 @functools.cache
 def _flex_attention(compiled: bool) -> Any:
     return torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
+
+
+def _join(heads: Sequence[Tensor]) -> Tensor:
+    """[heads, rows, D] along the rows, in the order in memory that projections leave: row by row."""
+    return torch.cat([part.transpose(0, 1) for part in heads]).transpose(0, 1)
+
+
+def _pad_rows(heads: Tensor, num_rows: int) -> Tensor:
+    """More rows of zeros; `F.pad` would copy even where there are none."""
+    return F.pad(heads.transpose(0, 1), (0, 0, 0, 0, 0, num_rows)).transpose(0, 1) if num_rows else heads
 
 
 def _pad(runs: KeyRuns, num_rows: int) -> KeyRuns:

@@ -12,6 +12,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from common import faults
 from common.config import Config, LayerType
 from common.errors import CheckpointError
 from services.drafter.durable_folder import durable_folder, remove_folder, remove_leftovers, replace_file
@@ -100,6 +101,7 @@ def save(run_dir: Path, checkpoint: Checkpoint, weights: Mapping[str, Tensor], o
         return folder
     with durable_folder(folder) as aside:
         _write_tensors(aside / WEIGHTS, dict(weights))
+        faults.reach("drafter.mid_save")
         _write_tensors(aside / OPTIMIZER, dict(optimizer))
         (aside / RECORD).write_bytes(record)
     for old in _complete(run_dir)[:-keep]:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from common import faults
 from common.channel import ChannelClosedError
 from common.checksum import checksum
 from common.copy_stream import CopyStream, Mark, mark_computation
@@ -136,7 +137,9 @@ class Fetcher:
             match reply:
                 case Grant():
                     copied = self._copy(reply, buffer)
+                    faults.reach("drafter.before_release")
                     self._ask(Release(reply.slot, reply.generation, copied is not None))
+                    faults.reach("drafter.after_release")
                     if copied is not None:
                         return reply.info, copied
                 case NoBatch(info):
@@ -162,20 +165,26 @@ class Fetcher:
         try:
             slot = self._rings[ring].open(index)
         except ProtocolError as error:
-            log.warning("slot %d: %s", grant.slot, error)
+            self._reject(grant, str(error))
             return None
         target = buffer.hidden.as_in_slot(slot.header.num_tokens)
         with self._copies.after(buffer.free):
             target.copy_(slot.hidden_states, non_blocking=True)
-            buffer.hidden.checksum.copy_(checksum(target), non_blocking=True)
+            buffer.hidden.device_checksum.copy_(checksum(target))
+            buffer.hidden.checksum.copy_(buffer.hidden.device_checksum, non_blocking=True)
         copied = self._copies.mark()
+        faults.reach("drafter.mid_fetch")
         rows = Rows(*(np.array(array, np.int64) for array in slot.rows))
         copied.wait()
         wrong = self._find_fault(grant, slot.header, int(buffer.hidden.checksum), rows.checksum())
         if wrong:
-            log.warning("slot %d, batch %d: %s; it is produced again", grant.slot, grant.info.batch, wrong)
+            self._reject(grant, wrong)
             return None
         return _Copied(buffer.hidden, rows)
+
+    def _reject(self, grant: Grant, reason: str) -> None:
+        log.warning("slot %d, batch %d: %s; it is produced again", grant.slot, grant.info.batch, reason)
+        self._actor.metrics.write(rejected_batch=grant.info.batch, reason=reason)
 
     def _find_fault(self, grant: Grant, header: SlotHeader, hidden_checksum: int, rows_checksum: int) -> str:
         pairs = [

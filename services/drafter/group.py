@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+from common import faults
 from common.lifecycle import Actor
 
 _FORMING_TIMEOUT_S = 30
@@ -144,6 +145,7 @@ class Group:
         when it is whole, and the next forward while that still runs.
         """
         with self._actor.notices.collective():
+            faults.reach("drafter.mid_collective")
             try:
                 while self._device.type == "cuda" and not work.is_completed():
                     self.check()

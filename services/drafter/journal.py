@@ -10,6 +10,7 @@ import torch
 from common.copy_stream import CopyStream, Mark, mark_computation
 from services.drafter.optimizer import StepResult
 from services.drafter.quarantine import NUM_FACTS, BatchFacts, QuarantinedBatch
+from services.drafter.stopwatch import Stopwatch
 
 
 class StepFigures(NamedTuple):
@@ -24,7 +25,16 @@ class StepFigures(NamedTuple):
     num_correct: list[int]
     num_accepted: int  # leading correct slots of all blocks
     num_skipped: int  # steps of the run so far, this one included, that left the weights as they were
+    laps_s: dict[str, float]  # where this rank's time went
+    cost: "StepCost"
     batches: list[QuarantinedBatch]  # of this rank alone
+
+
+class StepCost(NamedTuple):
+    """What one rank computed in a step."""
+
+    num_tokens: int
+    flops: float
 
 
 class Journal:
@@ -33,25 +43,30 @@ class Journal:
     def __init__(self, device: torch.device, num_sums: int, num_batches: int) -> None:
         self._copies = CopyStream(device)
         self._num_reduced = 4 + num_sums
-        self._host = torch.empty(self._num_reduced + NUM_FACTS * num_batches, pin_memory=device.type == "cuda")
-        self._pending: tuple[int, Mark, torch.Tensor, list[BatchFacts]] | None = None
+        num_figures = self._num_reduced + NUM_FACTS * num_batches
+        self._host = torch.empty(num_figures, pin_memory=device.type == "cuda")
+        self._figures = torch.empty(num_figures, device=device)
+        self._pending: tuple[int, Mark, Stopwatch, StepCost, list[BatchFacts]] | None = None
         self._device = device
 
-    def push(self, step: int, result: StepResult, batches: list[BatchFacts]) -> StepFigures | None:
+    def push(
+        self, step: int, result: StepResult, watch: Stopwatch, cost: StepCost, batches: list[BatchFacts]
+    ) -> StepFigures | None:
         """Send off the figures of step number `step`; returns those of the step before, if not yet read."""
         earlier = self.flush()
         scalars = torch.stack([result.loss, result.grad_norm, result.found_inf, result.num_counted])
         figures = torch.cat([scalars, result.sums, *(batch.facts for batch in batches)])
+        self._figures[: len(figures)] = figures
         with self._copies.after(mark_computation(self._device)):
-            self._host[: len(figures)].copy_(figures, non_blocking=True)
-        self._pending = (step, self._copies.mark(), figures, batches)  # the tensor stays until its copy is over
+            self._host.copy_(self._figures, non_blocking=True)
+        self._pending = (step, self._copies.mark(), watch, cost, batches)
         return earlier
 
     def flush(self) -> StepFigures | None:
         """The figures still on their way, waited for; None where there are none."""
         if self._pending is None:
             return None
-        step, copied, _, batches = self._pending
+        step, copied, watch, cost, batches = self._pending
         self._pending = None
         copied.wait()
         loss, grad_norm, skipped, counted, _, _, accepted, *counts, stop = self._host[: self._num_reduced].tolist()
@@ -67,5 +82,7 @@ class Journal:
             num_correct=[round(n) for n in correct],
             num_accepted=round(accepted),
             num_skipped=step - round(counted),
+            laps_s=watch.laps_s(),
+            cost=cost,
             batches=[QuarantinedBatch.of(batch, values) for batch, values in zip(batches, facts, strict=False)],
         )

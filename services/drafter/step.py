@@ -20,7 +20,7 @@ from services.drafter.model import DraftModel
 from services.drafter.upload import upload
 from services.drafter.visibility import BlockPlaces, Ints, key_runs
 
-HEAD_CHUNK_ROWS = 1536  # 0.8 GB of bfloat16 logits at a vocabulary of 248,320
+HEAD_CHUNK_ROWS = 1024  # 0.5 GB of bfloat16 logits at a vocabulary of 248,320
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ def _attends(model: DraftModel, batch: PackedBatch, blocks: Blocks, wanted: Ints
 
     def attend(window: int, rows: Ints) -> Attend:
         runs = key_runs(places, config.draft.block_size, window, rows)
-        return make_attention(runs, num_context, capacity, num_rows, batch.hidden_states.device)
+        return make_attention(runs, num_context, capacity, num_rows, config.draft.head_dim, batch.hidden_states.device)
 
     *inner, last = model.windows
     rows = np.arange(num_rows)

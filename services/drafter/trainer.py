@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
+from common import faults
 from common.board import Phase
 from common.errors import TrainingDivergedError
 from common.lifecycle import Actor, StoppedError
@@ -15,14 +16,17 @@ from common.messages import BatchInfo
 from services.drafter.anchors import choose_blocks
 from services.drafter.evaluator import Evaluator
 from services.drafter.fetch import Fetched, Fetcher
+from services.drafter.flops import batch_flops
 from services.drafter.group import Group, GroupBrokenError
-from services.drafter.journal import Journal, StepFigures
+from services.drafter.journal import Journal, StepCost, StepFigures
 from services.drafter.model import DraftModel
 from services.drafter.noise import add_noise
 from services.drafter.optimizer import MasterAdamW, learning_rate
+from services.drafter.profiler import StepProfiler
 from services.drafter.quarantine import BatchFacts, QuarantinedStep, collect_facts, quarantine
 from services.drafter.snapshots import Snapshots
 from services.drafter.step import PackedBatch, block_loss
+from services.drafter.stopwatch import Stopwatch
 
 _NOWHERE = -1
 log = logging.getLogger(__name__)
@@ -48,6 +52,7 @@ class Trainer:
         self._snapshots = snapshots
         self._group = group
         self._journal = Journal(self._embedding.device, len(optimizer.sums), actor.config.accumulation)
+        self._profiler = StepProfiler(actor.run_dir / "profile" / f"{actor.name}.json", actor.config.train.profile_steps)
         self._evaluator = Evaluator(model, frozen, actor.config)
         self._position = _NOWHERE  # the first batch of the sequence that is not in the weights
         self._waited_s = 0.0
@@ -74,23 +79,31 @@ class Trainer:
                 fetcher.stop()
                 self._optimizer.abandon()
         fetcher.stop()
+        self._profiler.close()
         self._save(self._optimizer.num_steps, required=True)
         self._snapshots.export(self._model, self._optimizer)
 
     def _share_state(self) -> None:
         """All ranks go on from the one that is furthest; from disk only where none holds the run in memory."""
+        self._report(self._journal.flush())
         positions = self._group.collect(self._position)
+        self._stop_requested = any(self._group.collect(self._stop_requested))
         furthest = max(positions)
         if furthest == _NOWHERE:
             self._position = self._snapshots.resume(self._model, self._optimizer)
         elif min(positions) < furthest:
-            skipped = torch.tensor([self._num_skipped], device=self._embedding.device)
-            state = self._optimizer.state_dict()
-            self._group.copy_from(positions.index(furthest), [*state.values(), skipped])
-            self._optimizer.load_state_dict(state)
-            self._num_skipped = int(skipped)
-            log.info("rank %d gave its state: batch %d -> %d", positions.index(furthest), self._position, furthest)
-            self._position = furthest
+            self._take_state(positions.index(furthest), furthest)
+
+    def _take_state(self, source: int, position: int) -> None:
+        before, self._position = self._position, _NOWHERE  # half a state is none
+        figures = [self._num_skipped, self._snapshots.acceptance or 0.0]
+        skipped_and_tau = torch.tensor(figures, dtype=torch.float64, device=self._embedding.device)
+        state = self._optimizer.state_dict()
+        self._group.copy_from(source, [*state.values(), skipped_and_tau])
+        self._optimizer.load_state_dict(state)
+        self._num_skipped, self._snapshots.acceptance = int(skipped_and_tau[0]), float(skipped_and_tau[1]) or None
+        self._position = position
+        log.info("rank %d gave its state: batch %d -> %d", source, before, position)
 
     def _train(self, fetcher: Fetcher) -> None:
         while first := self._next(fetcher):
@@ -106,15 +119,25 @@ class Trainer:
                 raise StoppedError
 
     def _train_step(self, fetcher: Fetcher, first: Fetched) -> None:
+        step = first.info.step + 1
+        self._profiler.before(step)
+        watch = Stopwatch(self._embedding.device)
         places = self._places(fetcher, first)
-        batches = [self._accumulate(fetched.batch, fetched.info) for fetched in places if fetched.batch is not None]
+        done = [self._accumulate(fetched.batch, fetched.info) for fetched in places if fetched.batch is not None]
+        watch.lap("forward_backward_s")
         self._optimizer.sums[-1] = float(self._actor.stopping)
         self._optimizer.reduce(self._group.add_up)
+        watch.lap("reduce_s")
+        faults.reach("drafter.before_step")
         result = self._optimizer.step(first.info.step)
+        watch.lap("optimizer_s")
+        self._profiler.after(step)
         self._position += self._config.plan.batches_per_step
-        self._report(self._journal.push(first.info.step + 1, result, batches))
+        cost = StepCost(sum(num_tokens for _, num_tokens, _ in done), sum(flops for *_, flops in done))
+        self._report(self._journal.push(step, result, watch, cost, [facts for facts, *_ in done]))
 
-    def _accumulate(self, batch: PackedBatch, info: BatchInfo) -> BatchFacts:
+    def _accumulate(self, batch: PackedBatch, info: BatchInfo) -> tuple[BatchFacts, int, float]:
+        """Forward and backward of one batch; returns its facts, its tokens and its floating-point operations."""
         rows = batch.input_ids, batch.loss_mask, batch.cu_seqlens, batch.sample_ids
         blocks = choose_blocks(*rows, info.epoch, self._config)
         noisy = add_noise(batch.hidden_states, batch.cu_seqlens, batch.sample_ids, info.epoch, self._config)
@@ -122,8 +145,9 @@ class Trainer:
         sums = block_loss(self._model, self._embedding, self._head, noised, blocks, self._config)
         torch.autograd.backward(sums[0])
         self._optimizer.accumulate(F.pad(sums, (0, 1)))
-        self._actor.notices.add(num_batches=1, num_tokens=len(batch.input_ids))
-        return collect_facts(info.batch, batch.sample_ids.tolist(), batch.hidden_states, sums)
+        num_tokens, flops = len(batch.input_ids), batch_flops(self._config, blocks, batch.cu_seqlens)
+        self._actor.notices.add(num_batches=1, num_tokens=num_tokens)
+        return collect_facts(info.batch, batch.sample_ids.tolist(), batch.hidden_states, sums), num_tokens, flops
 
     def _evaluate(self, fetcher: Fetcher, first: Fetched) -> None:
         """A whole evaluation, of one or more groups of batches: one place in the life of the run."""
@@ -174,6 +198,7 @@ class Trainer:
         if figures is None:
             return
         train, num_steps = self._config.train, self._optimizer.num_steps
+        num_blocks, step_s = figures.num_labels[0], sum(figures.laps_s.values())
         self._stop_requested |= figures.stop_requested
         self._actor.notices.show_step(figures.step, num_steps, figures.loss, figures.num_skipped)
         self._actor.metrics.write(
@@ -182,8 +207,13 @@ class Trainer:
             grad_norm=figures.grad_norm,
             learning_rate=learning_rate(figures.step - 1, num_steps, train.learning_rate, train.warmup_ratio),
             accuracy_per_slot=[c / n if n else 0.0 for c, n in zip(figures.num_correct, figures.num_labels, strict=True)],
+            block_acceptance=1.0 + figures.num_accepted / num_blocks if num_blocks else 0.0,
             skipped=figures.skipped,
+            **figures.laps_s,
+            tokens_per_s=figures.cost.num_tokens / step_s,
+            tflops=figures.cost.flops / step_s * 1e-12,
             waiting_s=self._waited_s,
+            time_s=time.time(),
         )
         self._waited_s = 0.0
         self._num_skipped = self._num_skipped + 1 if figures.skipped else 0

@@ -17,6 +17,7 @@ ABANDON and RETURN follow only the kernel's word that the owner is dead.
 
 import enum
 
+from common import faults
 from common.errors import TransitionError
 from common.slot_table import NO_BATCH, Owner, SlotRecord, SlotState, SlotTable
 
@@ -120,4 +121,5 @@ class Leases:
 
     def _store(self, slot: int, record: SlotRecord) -> SlotRecord:
         self._table.write(slot, record)
+        faults.reach("exchange.after_store")
         return record

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from common import faults
+
 
 class Capture:
     """Keeps what the tapped layers return until `take`, the raw layer outputs before any final norm."""
@@ -29,5 +31,6 @@ class Capture:
             hidden_states = output[0] if isinstance(output, tuple) else output
             assert isinstance(hidden_states, torch.Tensor)
             self._outputs[layer] = hidden_states
+            faults.reach("target.mid_forward")
 
         return keep

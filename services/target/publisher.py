@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from common import faults
 from common.checksum import checksum
 from common.copy_stream import CopyStream, Mark, mark_computation
 from common.hidden_buffer import HiddenBuffer
@@ -32,7 +33,6 @@ class _Flight(NamedTuple):
     rows: TargetRows
     staging: HiddenBuffer
     slot: WritableSlot
-    total: torch.Tensor  # read by the copy stream: its memory stays taken until `copied`
     copied: Mark
 
 
@@ -68,14 +68,15 @@ class Publisher:
         staging = self._take_staging()
         hidden_states = staging.as_in_slot(num_tokens)
         pack(taps, rows.lengths, hidden_states, split=self._writer.layout.split)
-        total = checksum(hidden_states)
+        staging.device_checksum.copy_(checksum(hidden_states))
         with self._copies.after(mark_computation(self._device)):
             slot.hidden_states.copy_(hidden_states, non_blocking=True)
-            staging.checksum.copy_(total, non_blocking=True)
+            staging.checksum.copy_(staging.device_checksum, non_blocking=True)
         copied = self._copies.mark()
+        faults.reach("target.mid_copy")
         for place, array in zip(slot.rows, rows.packed, strict=True):
             place[:] = array
-        self._flights.put(_Flight(lease, rows, staging, slot, total, copied))
+        self._flights.put(_Flight(lease, rows, staging, slot, copied))
 
     def _take_staging(self) -> HiddenBuffer:
         with self._actor.waiting():
@@ -92,7 +93,9 @@ class Publisher:
             flight.slot.seal(self._header_of(flight))
             self._free.put(flight.staging)
             lease = flight.lease
+            faults.reach("target.before_slot_ready")
             self._actor.channel.ask(SlotReady(lease.slot, lease.generation), lambda: not self._actor.stopping)
+            faults.reach("target.after_slot_ready")
             with self._held_lock:
                 self._held.discard((lease.slot, lease.generation))
 

@@ -14,8 +14,10 @@ from services.drafter.step import PackedBatch
 VOCAB_SIZE, HIDDEN_SIZE, NUM_TAPS, BLOCK_SIZE, MASK_TOKEN = 32, 32, 2, 4, 31
 
 
-def make_config(layer_types: list[Any] | None = None, sliding_window: int = 5, dtype: Any = "float32", **train: Any) -> Config:
-    """Two taps of a target with 4 heads of 8; one draft layer per entry of `layer_types`."""
+def make_config(
+    layer_types: list[Any] | None = None, sliding_window: int = 5, dtype: Any = "float32", head_dim: int = 8, **train: Any
+) -> Config:
+    """Two taps of a target with 4 heads; one draft layer per entry of `layer_types`."""
     layer_types = layer_types or ["sliding_attention", "full_attention"]
     shape = TargetShape(
         model_type="qwen3",
@@ -25,7 +27,7 @@ def make_config(layer_types: list[Any] | None = None, sliding_window: int = 5, d
         num_hidden_layers=8,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
+        head_dim=head_dim,
         rms_norm_eps=1e-6,
         rope_theta=1e4,
         max_position_embeddings=512,
@@ -40,7 +42,7 @@ def make_config(layer_types: list[Any] | None = None, sliding_window: int = 5, d
         sliding_window=sliding_window,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
+        head_dim=head_dim,
         intermediate_size=48,
         dtype=dtype,
     )

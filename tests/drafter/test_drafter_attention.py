@@ -100,6 +100,7 @@ def test_tiled_equals_dense_attention(window: int, wanted: slice) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
 @pytest.mark.parametrize("window", [0, 40])
 def test_tiled_equals_dense_attention_in_value_and_gradient_on_a_gpu(window: int) -> None:
     check_tiled(make_pair(window, slice(1, None, 2), torch.device("cuda"), head_dim=64), atol=1e-2, gradients=True)

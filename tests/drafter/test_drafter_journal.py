@@ -2,9 +2,10 @@
 
 import torch
 
-from services.drafter.journal import Journal, StepFigures
+from services.drafter.journal import Journal, StepCost, StepFigures
 from services.drafter.optimizer import StepResult
 from services.drafter.quarantine import BatchFacts, QuarantinedBatch
+from services.drafter.stopwatch import Stopwatch
 
 
 def make_result(loss: float, *, found_inf: float = 0.0, stop: float = 0.0) -> StepResult:
@@ -21,10 +22,21 @@ def make_record(batch: int, *, nonfinite: int = 0) -> QuarantinedBatch:
     return QuarantinedBatch(batch=batch, sample_ids=[7, 8], num_nonfinite=nonfinite, largest_finite=2.5, loss=3.0)
 
 
+COST = StepCost(num_tokens=30, flops=2e12)
+
+
+def timed() -> Stopwatch:
+    watch = Stopwatch(torch.device("cpu"))
+    watch.lap("forward_backward_s")
+    watch.lap("optimizer_s")
+    return watch
+
+
 def test_figures_of_a_step_come_with_the_next() -> None:
     journal = Journal(torch.device("cpu"), num_sums=8, num_batches=2)
     assert journal.flush() is None
-    assert journal.push(1, make_result(4.0), [make_facts(5), make_facts(6, nonfinite=3.0)]) is None
+    watches = [timed(), timed()]
+    assert journal.push(1, make_result(4.0), watches[0], COST, [make_facts(5), make_facts(6, nonfinite=3.0)]) is None
     first = StepFigures(
         step=1,
         loss=4.0,
@@ -35,18 +47,22 @@ def test_figures_of_a_step_come_with_the_next() -> None:
         num_correct=[3, 1],
         num_accepted=5,
         num_skipped=0,
+        laps_s=watches[0].laps_s(),
+        cost=COST,
         batches=[make_record(5), make_record(6, nonfinite=3)],
     )
-    assert journal.push(2, make_result(2.0, found_inf=1.0, stop=1.0), [make_facts(9)]) == first
-    second = first._replace(step=2, loss=2.0, skipped=True, stop_requested=True, num_skipped=1, batches=[make_record(9)])
-    assert journal.flush() == second
+    assert journal.push(2, make_result(2.0, found_inf=1.0, stop=1.0), watches[1], COST, [make_facts(9)]) == first
+    second = first._replace(step=2, loss=2.0, skipped=True, stop_requested=True, laps_s=watches[1].laps_s())
+    assert journal.flush() == second._replace(num_skipped=1, batches=[make_record(9)])
+    assert list(second.laps_s) == ["forward_backward_s", "optimizer_s"]
+    assert all(lap >= 0 for lap in second.laps_s.values())
     assert journal.flush() is None
 
 
 def test_figures_are_those_of_the_moment_they_were_sent_off() -> None:
     journal = Journal(torch.device("cpu"), num_sums=8, num_batches=1)
     result, facts = make_result(4.0), make_facts(5)
-    journal.push(1, result, [facts])
+    journal.push(1, result, timed(), COST, [facts])
     for tensor in (result.loss, result.grad_norm, result.sums, facts.facts):
         tensor.zero_()
     figures = journal.flush()

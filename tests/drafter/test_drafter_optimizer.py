@@ -185,3 +185,23 @@ def test_two_ranks_equal_one_bit_for_bit(tmp_path: Path) -> None:
         saved = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         assert torch.equal(saved["weights"], flat(model))
         assert torch.equal(saved["sums"], result.sums)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
+def test_a_gpu_steps_as_the_cpu_does() -> None:
+    model, other = make_model(), make_model().to("cuda")
+    pair = [
+        (model, MasterAdamW(model, TRAIN, NUM_STEPS, num_sums=3)),
+        (other, MasterAdamW(other, TRAIN, NUM_STEPS, num_sums=3)),
+    ]
+    for step in range(3):
+        sums = backward(model, step)
+        for source, copy in zip(model.parameters(), other.parameters(), strict=True):
+            assert source.grad is not None
+            copy.grad = source.grad.to("cuda", copy=True)
+        for _, optimizer in pair:
+            optimizer.accumulate(sums.to(optimizer.master.device))
+            optimizer.reduce(lambda buffer: buffer)
+            optimizer.step(step)
+    torch.testing.assert_close(flat(other).cpu(), flat(model))

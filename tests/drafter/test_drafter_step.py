@@ -1,17 +1,18 @@
 """The loss of a batch against its definition, learning, and no wait for the GPU."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from made_up_batches import BLOCK_SIZE, HIDDEN_SIZE, frozen_weights, make_batch, make_config, metadata
+from made_up_batches import BLOCK_SIZE, HIDDEN_SIZE, document_alone, frozen_weights, make_batch, make_config, metadata
 
 from common.config import Config
 from services.drafter.anchors import all_blocks, choose_blocks
 from services.drafter.evaluation import evaluate_batch, matching_prefix, with_features_of_another_document
-from services.drafter.loss import decay_weights
+from services.drafter.loss import DPACE_SMOOTHING, decay_weights
 from services.drafter.model import DraftModel
 from services.drafter.optimizer import MasterAdamW
 from services.drafter.step import PackedBatch, block_hidden, block_loss, num_sums, predict_blocks
@@ -99,10 +100,63 @@ def test_the_same_seed_gives_the_same_bits() -> None:
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
+@pytest.mark.parametrize("loss", ["decay", "dpace"])
+def test_packed_documents_lose_what_each_loses_alone(loss: str) -> None:
+    config, batch, (embed, head) = make_config(loss=loss, anchors_per_batch=64), make_batch([9, 5, 14]), frozen_weights()
+    model = DraftModel(config)
+    parts = [batch, *(document_alone(batch, document) for document in range(3))]
+    sums = []
+    for part in parts:
+        blocks = choose_blocks(*metadata(part), part.sample_ids, 0, config)
+        sums.append(block_loss(model, embed, head, part, blocks, config).detach())
+    torch.testing.assert_close(sums[0], torch.stack(sums[1:]).sum(0))
+    assert sums[0][0] > 0
+
+
+def test_dpace_divides_by_anchors_and_weighs_early_slots_more() -> None:
+    config, batch, (embed, head) = make_config(loss="dpace"), make_batch([9, 5]), frozen_weights()
+    model = DraftModel(config)
+    blocks = choose_blocks(*metadata(batch), batch.sample_ids, 0, config)
+    sums = block_loss(model, embed, head, batch, blocks, config)
+    assert sums[1] == blocks.valid.sum()
+    hidden = block_hidden(model, embed, batch, blocks, config).view(-1, BLOCK_SIZE, HIDDEN_SIZE).detach()
+    expected = 0.0
+    for block in np.flatnonzero(blocks.valid):
+        labels = torch.from_numpy(blocks.labels[block])
+        losses = F.cross_entropy(hidden[block, 1:] @ head.T, labels, reduction="none").tolist()
+        num_labels = int(blocks.label_mask[block].sum())
+        smoothed = [(1 - DPACE_SMOOTHING) * math.exp(-each) + DPACE_SMOOTHING for each in losses]
+        weights = [sum(math.prod(smoothed[: j + 1]) for j in range(i, num_labels)) for i in range(num_labels)]
+        assert weights == sorted(weights, reverse=True)
+        expected += sum(weight * each for weight, each in zip(weights, losses, strict=False))
+    assert sums[0].item() == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
+@pytest.mark.parametrize("layers", [["sliding_attention"], ["sliding_attention", "full_attention", "full_attention"]])
+def test_a_gpu_computes_what_the_cpu_computes(layers: list[str]) -> None:
+    results = []
+    for device in ("cpu", "cuda"):
+        config = make_config(layers, head_dim=16, anchors_per_batch=64)
+        batch, (embed, head) = make_batch([24, 17, 30, 12], device=device), frozen_weights(device=device)
+        model = DraftModel(config).to(device)
+        blocks = choose_blocks(*metadata(batch), batch.sample_ids, 0, config)
+        sums = block_loss(model, embed, head, batch, blocks, config)
+        sums[0].backward()  # type: ignore[no-untyped-call]
+        results.append(
+            [sums.detach().cpu(), *(parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None)]
+        )
+    assert len(results[0]) == len(results[1]) == 1 + len(list(model.parameters()))
+    for cpu, gpu in zip(*results, strict=True):
+        torch.testing.assert_close(gpu, cpu, rtol=1e-3, atol=1e-3 * float(cpu.abs().max()))
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_a_training_step_never_waits_for_the_gpu() -> None:
-    config, batch = make_config(dtype="bfloat16", anchors_per_batch=64), knowing_batch("cuda")
+    config, batch = make_config(dtype="bfloat16", head_dim=16, anchors_per_batch=64), knowing_batch("cuda")
     model = DraftModel(config).to("cuda")
     embed, head = (weight.bfloat16() for weight in frozen_weights(device="cuda"))
     optimizer = MasterAdamW(model, config.train, 4, num_sums(BLOCK_SIZE))
@@ -113,6 +167,7 @@ def test_a_training_step_never_waits_for_the_gpu() -> None:
             sums = block_loss(model, embed, head, batch, blocks, config)
             sums[0].backward()  # type: ignore[no-untyped-call]
             optimizer.accumulate(sums)
+            optimizer.reduce(lambda buffer: buffer)
             result = optimizer.step(step)
     finally:
         torch.cuda.set_sync_debug_mode("default")

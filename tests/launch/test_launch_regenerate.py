@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from common.arrow_file import Sample
+from common.dataset import Dataset
 from common.errors import DataError
 from launch import prepare, regenerate
 from launch.chat import render
@@ -90,8 +90,11 @@ def test_the_limit_takes_the_first_prompts_and_prepare_takes_the_rows(
 ) -> None:
     rows = run(monkeypatch, model[0], write_prompts(tmp_path), tmp_path / "out.jsonl", "--limit", "2")
     assert [row["messages"][0]["content"] for row in rows] == PROMPTS[:2]
-    assert isinstance(prepare.tokenize(model[1], rows[0]), Sample)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "prompts.jsonl"]
+    assert prepare.main(["--model", str(model[0]), "--input", str(tmp_path / "out.jsonl"), "--out", str(tmp_path / "set")]) == 0
+    sample = Dataset.open(tmp_path / "set").read(0)
+    assert sample.input_ids.tolist() == rows[0]["prompt_ids"] + rows[0]["answer_ids"]
+    assert sample.loss_mask.tolist() == [False] * len(rows[0]["prompt_ids"]) + [True] * len(rows[0]["answer_ids"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "prompts.jsonl", "set"]
 
 
 def test_prompts_are_read_from_any_of_the_three_forms(tmp_path: Path) -> None:

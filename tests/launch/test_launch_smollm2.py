@@ -1,15 +1,19 @@
 """SmolLM2 out of its package: the folder that the demo trains for."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerBase
 
+from common.dataset import Dataset
 from common.errors import ModelError
 from common.target_shape import read_target_shape
+from launch import prepare
 from launch.chat import load_tokenizer, render
 from launch.smollm2 import DEFAULT_FOLDER, convert
+from tests.launch.supervised import read_supervised, read_text
 
 pytestmark = pytest.mark.real_model
 
@@ -65,3 +69,18 @@ def test_greedy_text_is_sensible(model: LlamaForCausalLM, tokenizer: PreTrainedT
         inputs=torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), do_sample=False, max_new_tokens=9
     )
     assert tokenizer.decode(output[0, len(ids) :]) == "The capital of France is Paris.<|im_end|>"
+
+
+def test_its_own_template_is_prepared_and_masked(folder: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    """Its template puts in a system turn of its own, and a line feed behind each answer, which is not learnt."""
+    rows = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}] * 2}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]))
+    arguments = ["--model", folder, "--input", tmp_path / "rows.jsonl", "--out", tmp_path / "train"]
+    assert prepare.main([str(word) for word in arguments]) == 0
+    sample = Dataset.open(tmp_path / "train").read(0)
+    assert read_supervised(tokenizer, sample) == ["Hello<|im_end|>"] * 2
+    text = read_text(tokenizer, sample)
+    assert text.startswith(
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    )
+    assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>")

@@ -15,14 +15,16 @@ CHATML = (
 )
 
 
-def make_tokenizer(chat_template: str | None = CHATML) -> PreTrainedTokenizerBase:
+def make_tokenizer(
+    chat_template: str | None = CHATML, special_tokens: tuple[str, ...] = (START, END), end: str = END
+) -> PreTrainedTokenizerBase:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: place for place, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(START), AddedToken(END)])
+    tokenizer.add_special_tokens([AddedToken(token) for token in special_tokens])
     wrapped: PreTrainedTokenizerBase = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=tokenizer, eos_token=END, chat_template=chat_template
+        tokenizer_object=tokenizer, eos_token=end, chat_template=chat_template
     )
     return wrapped
 

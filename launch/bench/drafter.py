@@ -1,0 +1,293 @@
+"""The drafter's step on one GPU, beside the rate of its own matrix products in the same run.
+
+    python -m launch.bench drafter [--shape qwen3_6_27b] [--tokens 2048] [--anchors 512] [--steps 20]
+
+Random weights and features. Prints a table: times, memory, utilisation, host synchronisations, packed against one by
+one, and what fetching from a slot costs.
+"""
+
+import argparse
+import itertools
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from common.checksum import checksum
+from common.config import ActorsConfig, Config, DataConfig, DraftConfig, LayerType, ModelConfig, PlanConfig, TrainConfig
+from common.copy_stream import CopyStream, mark_computation
+from common.layout import SlotLayout
+from common.memory import attach, create
+from common.pinned import register
+from common.target_shape import TargetShape
+from services.drafter.anchors import Blocks, choose_blocks
+from services.drafter.flops import batch_flops
+from services.drafter.model import DraftModel
+from services.drafter.optimizer import MasterAdamW
+from services.drafter.step import PackedBatch, block_loss, num_sums
+
+DEVICE = torch.device("cuda")
+GIB = 2**30
+S: LayerType = "sliding_attention"
+F: LayerType = "full_attention"
+SHAPES: dict[str, tuple[int, int, int, float, int, list[LayerType]]] = {  # H, I, V, theta, mask token, layers
+    "qwen3_6_27b": (5120, 17408, 248320, 1e7, 248070, [S, S, S, S, F]),
+    "qwen3_8b": (4096, 12288, 151936, 1e6, 151669, [F] * 5),
+}
+MIXED_LENGTHS = (0.07, 0.43, 0.2, 0.3)  # parts of a batch of four documents
+
+
+def make_config(shape: str, num_tokens: int, num_anchors: int, num_documents: int) -> Config:
+    """One of the two draft models that the reference figures are of."""
+    hidden, intermediate, vocabulary, theta, mask_token, layer_types = SHAPES[shape]
+    heads: Any = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": intermediate}
+    target = TargetShape(
+        model_type="qwen3",
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        num_hidden_layers=64,
+        rms_norm_eps=1e-6,
+        rope_theta=theta,
+        max_position_embeddings=40960,
+        tie_word_embeddings=False,
+        **heads,
+    )
+    draft = DraftConfig(
+        mask_token_id=mask_token, tap_layers=[1, 16, 31, 46, 61], layer_types=layer_types, sliding_window=2048, **heads
+    )
+    return Config(
+        model=ModelConfig(path="", random_init=True),
+        draft=draft,
+        data=DataConfig(),
+        plan=PlanConfig(bucket_lengths=[num_tokens], max_tokens_per_batch=num_tokens, batches_per_step=1),
+        targets=ActorsConfig(devices=["cuda"]),
+        drafters=ActorsConfig(devices=["cuda"]),
+        train=TrainConfig(anchors_per_document=num_anchors // num_documents, anchors_per_batch=num_anchors),
+        target_shape=target,
+    )
+
+
+def make_batch(config: Config, lengths: list[int]) -> PackedBatch:
+    """Documents of random tokens and features, all supervised."""
+    num_tokens, random = sum(lengths), torch.Generator(DEVICE).manual_seed(0)
+    shape = (num_tokens, len(config.draft.tap_layers), config.shape.hidden_size)
+    return PackedBatch(
+        hidden_states=torch.randn(shape, dtype=torch.bfloat16, device=DEVICE, generator=random),
+        position_ids=torch.cat([torch.arange(length) for length in lengths]).to(DEVICE),
+        input_ids=np.random.default_rng(0).integers(0, config.draft.mask_token_id, num_tokens),
+        loss_mask=np.ones(num_tokens, dtype=bool),
+        cu_seqlens=np.cumsum([0, *lengths]),
+        sample_ids=np.arange(len(lengths)),
+    )
+
+
+def random_weight(shape: tuple[int, int], seed: int) -> torch.Tensor:
+    """As a target's embedding or head."""
+    random = torch.Generator(DEVICE).manual_seed(seed)
+    return torch.randn(shape, dtype=torch.bfloat16, device=DEVICE, generator=random).mul_(0.02)
+
+
+class Step:
+    """A draft model in training on one batch, over and over with fresh anchors."""
+
+    def __init__(self, config: Config) -> None:
+        self.config, shape = config, (config.shape.vocab_size, config.shape.hidden_size)
+        self.frozen = random_weight(shape, 1), random_weight(shape, 2)  # embedding and head
+        self.model = DraftModel(config).to(DEVICE)
+        self.optimizer: MasterAdamW | None = None
+        self.num_done = 0
+
+    def blocks(self, batch: PackedBatch) -> Blocks:
+        """The anchors of the next visit."""
+        return choose_blocks(batch.input_ids, batch.loss_mask, batch.cu_seqlens, batch.sample_ids, self.num_done, self.config)
+
+    def forward_backward(self, batch: PackedBatch) -> torch.Tensor:
+        """The sums of one batch; the gradients stand in the model."""
+        sums = block_loss(self.model, *self.frozen, batch, self.blocks(batch), self.config)
+        torch.autograd.backward(sums[0])
+        self.num_done += 1
+        return sums.detach()
+
+    def clear(self) -> None:
+        """Drop the gradients."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def whole(self, batch: PackedBatch) -> None:
+        """One optimizer step of one batch."""
+        assert self.optimizer is not None
+        self.optimizer.accumulate(self.forward_backward(batch))
+        self.optimizer.reduce(lambda buffer: buffer)
+        self.optimizer.step(self.num_done)
+
+
+def time_ms(action: Callable[[], object], num_steps: int) -> float:
+    """Median milliseconds between the events around an action, launched without waiting in between."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(num_steps + 1)]  # type: ignore[no-untyped-call]
+    events[0].record()
+    for event in events[1:]:
+        action()
+        event.record()
+    torch.cuda.synchronize()
+    pairs = itertools.pairwise(events)
+    return statistics.median(float(start.elapsed_time(end)) for start, end in pairs)
+
+
+def gemm_rate(config: Config, num_rows: int) -> float:
+    """FLOP/s of the largest product of a layer, [Q, H] x [H, I] in bfloat16 on random data, for a second."""
+    hidden, wide = config.shape.hidden_size, config.draft.intermediate_size
+    rows, weight = (torch.randn(n, hidden, dtype=torch.bfloat16, device=DEVICE) for n in (num_rows, wide))
+    num_calls = max(3, int(700e12 / (2 * num_rows * hidden * wide)))
+    time_ms(lambda: rows @ weight.T, 3)
+    return 2.0 * num_rows * hidden * wide / (time_ms(lambda: rows @ weight.T, num_calls) * 1e-3)
+
+
+def count_synchronisations(action: Callable[[], object]) -> int:
+    """How often the host waits for the GPU in `action`, as torch's debug mode sees it."""
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        action()
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("called a synchronizing" in str(warning.message) for warning in caught)
+
+
+def packed_against_single(step: Step, num_tokens: int) -> tuple[float, float]:
+    """Relative difference of the loss, and of the gradients in norm, between a batch of four documents and each alone."""
+    lengths = [int(part * num_tokens) for part in MIXED_LENGTHS]
+    few = msgspec.structs.replace(step.config.train, anchors_per_document=step.config.train.anchors_per_batch // 8)
+    config = msgspec.structs.replace(step.config, train=few)  # so that no document takes another's anchors
+    batch = make_batch(config, lengths)
+    totals, gradients = [], []
+    for parts in ([batch], [alone(batch, document) for document in range(len(lengths))]):
+        step.clear()
+        sums = torch.zeros(num_sums(step.config.draft.block_size), device=DEVICE)
+        for part in parts:
+            blocks = choose_blocks(part.input_ids, part.loss_mask, part.cu_seqlens, part.sample_ids, 0, config)
+            result = block_loss(step.model, *step.frozen, part, blocks, config)
+            torch.autograd.backward(result[0])
+            sums += result.detach()
+        totals.append(float(sums[0] / sums[1]))
+        gradients.append(
+            torch.cat([parameter.grad.flatten() for parameter in step.model.parameters() if parameter.grad is not None])
+        )
+    step.clear()
+    norm = partial(torch.linalg.vector_norm, dtype=torch.float32)
+    difference = norm(gradients[0] - gradients[1]) / norm(gradients[1])
+    return abs(totals[0] - totals[1]) / abs(totals[1]), float(difference)
+
+
+def alone(batch: PackedBatch, document: int) -> PackedBatch:
+    """One document of a batch as a batch."""
+    rows = slice(int(batch.cu_seqlens[document]), int(batch.cu_seqlens[document + 1]))
+    return PackedBatch(
+        hidden_states=batch.hidden_states[rows],
+        position_ids=batch.position_ids[rows],
+        input_ids=batch.input_ids[rows],
+        loss_mask=batch.loss_mask[rows],
+        cu_seqlens=np.array([0, rows.stop - rows.start]),
+        sample_ids=batch.sample_ids[document : document + 1],
+    )
+
+
+def fetching(step: Step, batch: PackedBatch) -> Callable[[], None]:
+    """The same step while the next batch comes out of a slot: a copy and a checksum on a stream of their own."""
+    layout = SlotLayout.of(step.config)
+    slot = torch.frombuffer(memoryview(attach(create("bench", layout.ring_bytes(1)))), dtype=torch.uint8)
+    register(slot)
+    hidden = slot[: batch.hidden_states.nbytes].view(torch.bfloat16).view(batch.hidden_states.shape)
+    hidden.copy_(batch.hidden_states)
+    buffers, copies = [batch.hidden_states.clone() for _ in range(2)], CopyStream(DEVICE)
+    free, copied = [mark_computation(DEVICE)] * 2, [copies.mark()] * 2
+    turns = itertools.cycle([0, 1])
+
+    def run() -> None:
+        this = next(turns)
+        other = 1 - this
+        with copies.after(free[other]):
+            buffers[other].copy_(hidden, non_blocking=True)
+            checksum(buffers[other])
+        copied[other] = copies.mark()
+        copied[this].hold(torch.cuda.current_stream())
+        step.whole(replace(batch, hidden_states=buffers[this]))
+        free[this] = mark_computation(DEVICE)
+
+    return run
+
+
+def measure(config: Config, num_documents: int, num_steps: int) -> Iterator[tuple[str, str]]:
+    """The rows of the table, as they are measured."""
+    num_tokens, num_rows = config.plan.max_tokens_per_batch, config.train.anchors_per_batch * config.draft.block_size
+    step, batch = Step(config), make_batch(config, [num_tokens // num_documents] * num_documents)
+    flops = batch_flops(config, step.blocks(batch), batch.cu_seqlens)
+    resident_gib = torch.cuda.memory_allocated() / GIB
+
+    def forward_backward() -> None:
+        step.forward_backward(batch)
+        step.clear()
+
+    began = time.perf_counter()
+    forward_backward()
+    torch.cuda.synchronize()
+    yield "first forward + backward, compiling", f"{time.perf_counter() - began:.1f} s"
+    time_ms(forward_backward, 3)
+    torch.cuda.reset_peak_memory_stats()
+    alone_ms = time_ms(forward_backward, num_steps)
+    yield "forward + backward", f"{alone_ms:.1f} ms"
+    yield "peak memory of it (weights, embedding, head, one batch)", f"{_peak_gib():.2f} GiB ({resident_gib:.2f} before)"
+    loss, gradient = packed_against_single(step, num_tokens)
+    yield "four packed documents against one by one", f"loss {loss:.1e}, gradient {gradient:.1e} (relative)"
+
+    step.optimizer = MasterAdamW(step.model, config.train, 1000, num_sums(config.draft.block_size))
+    step.whole(batch)
+    whole = partial(step.whole, batch)
+    yield "host synchronisations in a whole step", str(count_synchronisations(whole))
+    time_ms(whole, 3)
+    before, whole_ms, after = gemm_rate(config, num_rows), time_ms(whole, num_steps), gemm_rate(config, num_rows)
+    rate = (before + after) / 2
+    yield "whole step with optimizer, accumulation 1", f"{whole_ms:.1f} ms (optimizer {whole_ms - alone_ms:.1f})"
+    yield "arithmetic of a step", f"{flops / 1e12:.1f} TFLOP"
+    yield (
+        "rate of a matrix product of these shapes",
+        f"{rate / 1e12:.0f} TFLOP/s ({before / 1e12:.0f} before, {after / 1e12:.0f} after)",
+    )
+    yield "utilisation, forward + backward", f"{flops / alone_ms / rate * 1e5:.1f} %"
+    yield "utilisation, whole step", f"{flops / whole_ms / rate * 1e5:.1f} %"
+    fetched = fetching(step, batch)
+    time_ms(fetched, 3)
+    pairs = [(time_ms(fetched, num_steps), time_ms(whole, num_steps)) for _ in range(2)]
+    yield "step fetching from a slot over step on resident data", f"{statistics.mean(a / b for a, b in pairs):.3f}"
+    yield (
+        "anchors trained on",
+        f"{config.train.anchors_per_batch / whole_ms * 1e3:.0f} /s, {num_tokens / whole_ms * 1e3:.0f} tokens/s",
+    )
+
+
+def _peak_gib() -> float:
+    return torch.cuda.max_memory_allocated() / GIB
+
+
+def main(arguments: list[str]) -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(prog="python -m launch.bench drafter")
+    parser.add_argument("--shape", choices=list(SHAPES), default="qwen3_6_27b")
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--anchors", type=int, default=512)
+    parser.add_argument("--documents", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=20)
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("bench drafter: needed a CUDA GPU, found none")
+        return 2
+    config = make_config(options.shape, options.tokens, options.anchors, options.documents)
+    for what, value in measure(config, options.documents, options.steps):
+        print(f"{what:58} {value}", flush=True)
+    return 0

@@ -1,0 +1,108 @@
+"""`python -m launch.bench faults`: every way to die, at its exact instant, and what it cost.
+
+Each row is a whole run of launch/configs/tiny.toml in which the named processes kill (or stop)
+themselves at the named place. Lost and repeated batches are judged by the result: losses, acceptance
+and final weights must equal those of an undisturbed run bit for bit.
+"""
+
+import argparse
+import itertools
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from common.faults import Fault
+from launch.trial import Outcome, Trial
+
+OVERRIDES = ["plan.epochs=4"]
+
+
+class Scenario(NamedTuple):
+    """A fault, and where it strikes."""
+
+    name: str
+    faults: dict[str, list[Fault]]
+    supervisor_dies: bool = False
+
+
+SCENARIOS = [
+    Scenario("target dies in its forward", {"target-0": [Fault("target.mid_forward", 12)]}),
+    Scenario("target dies in its copy", {"target-0": [Fault("target.mid_copy", 6)]}),
+    Scenario("target dies before SlotReady", {"target-0": [Fault("target.before_slot_ready", 6)]}),
+    Scenario("target dies after SlotReady", {"target-0": [Fault("target.after_slot_ready", 6)]}),
+    Scenario("target hangs in its copy", {"target-0": [Fault("target.mid_copy", 6, "stop")]}),
+    Scenario("drafter dies in its fetch", {"drafter-1": [Fault("drafter.mid_fetch", 10)]}),
+    Scenario("drafter dies before Release", {"drafter-1": [Fault("drafter.before_release", 10)]}),
+    Scenario("drafter dies after Release, before the step", {"drafter-1": [Fault("drafter.after_release", 10)]}),
+    Scenario("drafter dies in a collective", {"drafter-1": [Fault("drafter.mid_collective", 12)]}),
+    Scenario("drafter dies between the sum and the step", {"drafter-1": [Fault("drafter.before_step", 9)]}),
+    Scenario("drafter hangs before its step", {"drafter-1": [Fault("drafter.before_step", 9, "stop")]}),
+    Scenario("rank 0 dies while it writes a checkpoint", {"drafter-0": [Fault("drafter.mid_save", 1)]}),
+    Scenario(
+        "all drafters die",
+        {"drafter-0": [Fault("drafter.before_step", 14)], "drafter-1": [Fault("drafter.before_step", 14)]},
+    ),
+    Scenario("exchange dies between two slot states", {"exchange": [Fault("exchange.after_store", 40)]}),
+    Scenario(
+        "exchange, target and drafter die at once",
+        {
+            "exchange": [Fault("exchange.after_store", 40)],
+            "target-1": [Fault("target.mid_copy", 6)],
+            "drafter-0": [Fault("drafter.before_step", 9)],
+        },
+    ),
+    Scenario("supervisor dies, and all with it; started again", {}, supervisor_dies=True),
+]
+
+
+def main(arguments: list[str]) -> int:
+    """Run them all and print a table in Markdown; exit code 1 where a result differs."""
+    parser = argparse.ArgumentParser(prog="python -m launch.bench faults", description=__doc__)
+    parser.add_argument("--only", default="", help="rows whose name contains this")
+    args = parser.parse_args(arguments)
+    num_wrong = 0
+    with tempfile.TemporaryDirectory(prefix="headrace-faults-") as folder:
+        quiet = Trial(Path(folder) / "quiet", OVERRIDES)
+        reference = quiet.outcome(quiet.start().wait())
+        print("| fault | same weights | steps repeated | batches computed again | damaged slots | longest pause after it, s |")
+        print("|---|---|---|---|---|---|")
+        for place, scenario in enumerate(SCENARIOS):
+            if args.only in scenario.name:
+                outcome, pause_s = run(scenario, Path(folder) / str(place))
+                same = outcome.exit_code == 0 and outcome.equals(reference)
+                num_wrong += not same
+                print(_row(scenario, outcome, same, pause_s), flush=True)
+    return 1 if num_wrong else 0
+
+
+def run(scenario: Scenario, run_dir: Path) -> tuple[Outcome, float]:
+    """One run with its fault: what it came to, and the longest pause after the fault."""
+    trial = Trial(run_dir, OVERRIDES, scenario.faults)
+    process = trial.start()
+    if scenario.supervisor_dies:
+        while not any(step >= 14 for _, step in _steps_so_far(trial)):
+            time.sleep(0.02)
+        os.kill(process.pid, signal.SIGKILL)
+        (run_dir / "fault-supervisor-0.happened").touch()
+        process.wait()
+        process = trial.start()
+    return trial.outcome(process.wait()), _pause_s(trial)
+
+
+def _steps_so_far(trial: Trial) -> list[tuple[float, int]]:
+    return trial.steps() if (trial.run_dir / "config.json").exists() else []
+
+
+def _pause_s(trial: Trial) -> float:
+    """The longest time without a step from the first fault on."""
+    struck_s = min(mark.stat().st_mtime for mark in trial.run_dir.glob("fault-*.happened"))
+    times = [struck_s, *(time_s for time_s, _ in trial.steps() if time_s > struck_s)]
+    return max(after - before for before, after in itertools.pairwise(times))
+
+
+def _row(scenario: Scenario, outcome: Outcome, same: bool, pause_s: float) -> str:
+    figures = [outcome.num_steps_repeated, outcome.num_batches_again, outcome.num_rejected]
+    return f"| {scenario.name} | {'yes' if same else 'NO'} | {' | '.join(map(str, figures))} | {pause_s:.1f} |"

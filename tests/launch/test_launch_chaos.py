@@ -1,0 +1,87 @@
+"""Whatever dies, whenever: the same losses, the same weights. And the check can fail."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from common.addresses import log_path
+from common.faults import Fault
+from launch.bench import chaos
+from launch.bench.faults import SCENARIOS
+from launch.trial import Outcome, Trial
+
+ONE_TARGET = ["plan.epochs=8", 'targets.devices=["cpu"]']  # nobody else does its work while it is dead
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    trial = Trial(tmp_path_factory.mktemp("trials") / "undisturbed", ONE_TARGET)
+    outcome = trial.outcome(trial.start().wait())
+    assert outcome.exit_code == 0
+    assert outcome.num_steps_repeated == outcome.num_batches_again == outcome.num_rejected == 0
+    return outcome
+
+
+def all_faults_of(*roles: str) -> dict[str, list[Fault]]:
+    """The faults of all scenarios that strike these roles only, one after the other in one run."""
+    merged: dict[str, list[Fault]] = {}
+    for scenario in SCENARIOS:
+        if scenario.faults and all(name.partition("-")[0] in roles for name in scenario.faults):
+            for name, faults in scenario.faults.items():
+                early = [msgspec.structs.replace(fault, visit=min(fault.visit, 5)) for fault in faults]
+                merged.setdefault(name, []).extend(early)
+    return merged
+
+
+@pytest.mark.parametrize("role", ["target", "drafter", "exchange"])
+def test_every_instant_of_death_changes_nothing(role: str, undisturbed: Outcome, tmp_path: Path) -> None:
+    faults = all_faults_of(role)
+    if role == "exchange":
+        faults["exchange"] = [Fault("exchange.after_store", visit) for visit in (13, 24, 35, 46)]
+    trial = Trial(tmp_path / "run", ONE_TARGET, faults)
+    outcome = trial.outcome(trial.start().wait())
+    assert len(list(trial.run_dir.glob("fault-*.happened"))) == sum(map(len, faults.values()))
+    assert outcome.exit_code == 0, (trial.run_dir / "output").read_text()
+    assert outcome.equals(undisturbed)
+    assert trial.inconsistent_steps() == []
+    assert outcome.num_rejected == 0
+
+
+def test_random_kills_and_stops_change_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    assert chaos.main(["--minutes", "0.3", "--seed", "1", "--max-pause-s", "600"]) == 0, capfd.readouterr().out
+    assert "bit for bit as undisturbed" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("fencing", [True, False])
+def test_only_fencing_keeps_a_hung_target_from_damaging_slots(fencing: bool, undisturbed: Outcome, tmp_path: Path) -> None:
+    """A target stops in mid-copy and is taken for dead; without the kill that should follow, it wakes up and writes on
+    into a slot that its successor has filled. The negative control of all that looks for damage."""
+    faults = {
+        "target-0": [Fault("target.mid_copy", 3, "stop")],
+        "drafter-0": [Fault("drafter.before_step", 1, "sleep", sleep_s=0.25)],  # so that filled slots wait
+        "supervisor": [] if fencing else [Fault("supervisor.no_fencing", 1, "switch")],
+    }
+    trial = Trial(tmp_path / "run", [*ONE_TARGET, "ring.num_slots=1"], faults)
+    process = trial.start()
+    while not list(trial.run_dir.glob("fault-target-0-*.happened")):
+        time.sleep(0.05)
+    stopped = trial.pid("target-0")
+    assert stopped is not None
+    log = log_path(trial.run_dir, "target-0")
+    while log.read_text().count("model loaded") < 2:  # the successor is there
+        time.sleep(0.05)
+    time.sleep(1.0)  # the successor fills the slot
+    try:
+        os.kill(stopped, signal.SIGCONT)
+        woke_up = True
+    except ProcessLookupError:
+        woke_up = False
+    outcome = trial.outcome(process.wait())
+    assert woke_up is not fencing
+    assert (outcome.num_rejected > 0) is not fencing
+    assert outcome.exit_code == 0
+    assert outcome.equals(undisturbed)  # damage is found by its checksum, and the batch produced again
