@@ -22,6 +22,16 @@ def exchange_address(run_dir: Path) -> str:
     return f"ipc://{path}"
 
 
+def control_path(run_dir: Path) -> Path:
+    """The supervisor's socket, for operators."""
+    return run_dir.resolve() / "control.sock"
+
+
+def report_path(run_dir: Path) -> Path:
+    """How the run ended; not there while one is alive."""
+    return run_dir / "report.json"
+
+
 def log_path(run_dir: Path, name: str) -> Path:
     """All that an actor prints, over all its lives."""
     return run_dir / "logs" / f"{name}.log"

@@ -23,6 +23,10 @@ class Mark:
         if self._event is not None:
             self._event.synchronize()
 
+    def reached(self) -> bool:
+        """Whether the point is reached, without waiting."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
     def hold(self, stream: torch.cuda.Stream | None) -> None:
         """Let `stream` go on only when the point is reached; the calling thread does not wait."""
         if self._event is not None and stream is not None:

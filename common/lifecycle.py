@@ -41,6 +41,7 @@ EXIT_HOPELESS = 2  # a restart would fail in the same way
 EXIT_STOPPED = 4  # told to stop before its work was done
 _HOPELESS = (ConfigError, DataError, ModelError, CheckpointError, RunDirectoryBusyError, TrainingDivergedError)
 _PR_SET_PDEATHSIG = 1
+_ALWAYS = float  # idle since 0.0
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class Actor:
         self._channel: Channel | None = None
         self._thread_failure: BaseException | None = None
         self._last_report_s = time.monotonic()
+        self._wait: tuple[float, Callable[[], float]] | None = None  # counted until, idle since
 
     def join(self) -> Welcome:
         """Open the way to the exchange and say Hello."""
@@ -86,22 +88,36 @@ class Actor:
         assert self._channel is not None, "join() comes first"
         return self._channel
 
-    def ask(self, body: RequestBody) -> ReplyBody:
-        """Ask the exchange; the wait shows in the notice and ends by ChannelClosedError when told to stop."""
-        with self.waiting():
+    def ask(self, body: RequestBody, idle_since: Callable[[], float] = _ALWAYS) -> ReplyBody:
+        """Ask the exchange; the wait shows in the notice as in `waiting`, and ends by ChannelClosedError when told to stop."""
+        with self.waiting(idle_since):
             return self.channel.ask(body, lambda: self.keep_waiting() and not self.stopping)
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count the time of the block as waited."""
-        began = time.monotonic()
+    def waiting(self, idle_since: Callable[[], float] = _ALWAYS) -> Iterator[None]:
+        """Count the time of the block as waited, while it passes, and only as far as the device was idle.
+
+        Args:
+            idle_since: since when the device has had nothing to do; inf while it works.
+        """
+        self._wait = time.monotonic(), idle_since
         try:
             yield
         finally:
-            self.notices.add(waiting_s=time.monotonic() - began)
+            self._count_wait()
+            self._wait = None
+
+    def _count_wait(self) -> None:
+        if self._wait is None:
+            return
+        counted_until, idle_since = self._wait
+        now = time.monotonic()
+        self.notices.add(waiting_s=max(0.0, now - max(counted_until, idle_since())))
+        self._wait = now, idle_since
 
     def keep_waiting(self) -> bool:
         """Called by the main thread some ten times a second while it waits; raises what ended a thread beside it."""
+        self._count_wait()
         self.notices.progress()
         if self._thread_failure is not None:
             raise self._thread_failure

@@ -14,8 +14,6 @@ from common.lifecycle import start_time
 from common.slot_table import Owner
 from launch.topology import ActorSpec, SharedFds, command, inherited_fds
 
-_MAX_LOG_BYTES = 16 * 1024 * 1024
-
 
 class Exit(NamedTuple):
     """How a life ended: an exit code, or minus a signal number as in subprocess."""
@@ -34,6 +32,7 @@ class Child:
         self.spec = spec
         self.log = log_path(run_dir, spec.name)
         self.started_s = 0.0
+        self.last_exit: Exit | None = None
         self._run_dir = run_dir
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = Owner(0, 0)
@@ -44,10 +43,15 @@ class Child:
         """Whether a life was started and its end was not taken yet."""
         return self._process is not None
 
+    @property
+    def pid(self) -> int:
+        """Of the latest life."""
+        return self._owner.pid
+
     def start(self, fds: SharedFds) -> None:
         """Start a life. Call from the main thread: the parent-death signal is tied to the thread that spawns."""
         assert self._process is None, f"{self.spec.name} is alive"
-        _limit_log(self.log)
+        self.log.parent.mkdir(exist_ok=True)
         line = command(sys.executable, self.spec, self._run_dir, fds, os.getpid())
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -77,7 +81,7 @@ class Child:
         """The end of the life, once, after the kernel reported it."""
         if self._process is None or not select.select([self._pidfd], [], [], 0)[0]:
             return None
-        exit_ = Exit(self._process.wait(), self._owner)
+        exit_ = self.last_exit = Exit(self._process.wait(), self._owner)
         os.close(self._pidfd)
         self._process = None
         return exit_
@@ -85,25 +89,11 @@ class Child:
     def abandon(self) -> Exit:
         """Take a life for ended that may still go on: the negative control of the tests of fencing, nothing else."""
         assert self._process is not None
-        exit_ = Exit(-signal.SIGKILL, self._owner)
+        exit_ = self.last_exit = Exit(-signal.SIGKILL, self._owner)
         self._process, self._pidfd = None, -1
         return exit_
-
-    def last_lines(self, count: int = 12) -> str:
-        """The end of the log."""
-        try:
-            return "\n".join(self.log.read_text(errors="replace").splitlines()[-count:])
-        except OSError:
-            return ""
 
 
 def wait_for_exit(children: list[Child], timeout_s: float) -> None:
     """Sleep until one of the children ends, or for `timeout_s`."""
     select.select([child._pidfd for child in children if child.alive], [], [], timeout_s)
-
-
-def _limit_log(path: Path) -> None:
-    """Keep one predecessor of a log that has grown large."""
-    path.parent.mkdir(exist_ok=True)
-    if path.exists() and path.stat().st_size > _MAX_LOG_BYTES:
-        path.replace(path.with_suffix(".log.1"))

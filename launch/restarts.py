@@ -1,4 +1,4 @@
-"""How often an actor may die: its restarts within a window, and the pause before the next one."""
+"""The deaths of the actors: how often each may die, when it is started again, and what it cost."""
 
 import collections
 import time
@@ -13,6 +13,8 @@ class Restarts:
         self._settings = settings
         self._recent: dict[str, collections.deque[float]] = collections.defaultdict(collections.deque)
         self.counts: collections.Counter[str] = collections.Counter()
+        self._down_since: dict[str, float] = {}
+        self._lost_s: dict[str, float] = collections.defaultdict(float)
 
     def plan(self, name: str) -> float | None:
         """When to start the actor again after the end it came to now, or None where that was one too many."""
@@ -25,3 +27,22 @@ class Restarts:
             return None
         self.counts[name] += 1
         return now + self._settings.backoff_s * (2.0 ** (len(recent) - 1) - 1.0)
+
+    def renew(self, name: str) -> float:
+        """When to start it again after an end that an operator wanted: now, whatever came before."""
+        self.counts[name] += 1
+        return time.monotonic()
+
+    def is_down(self, name: str, since_s: float) -> None:
+        """Say since when (CLOCK_MONOTONIC) an actor does no work."""
+        self._down_since.setdefault(name, since_s)
+
+    def is_back(self, name: str) -> None:
+        """Say that it works; harmless where it was not down."""
+        self._lost_s[name] = self.lost_s(name)
+        self._down_since.pop(name, None)
+
+    def lost_s(self, name: str) -> float:
+        """Seconds without its work after its deaths so far: from its last progress until it was ready again."""
+        down_since = self._down_since.get(name)
+        return self._lost_s[name] + (0.0 if down_since is None else time.monotonic() - down_since)

@@ -8,31 +8,41 @@ import argparse
 import fcntl
 import logging
 import os
+import shlex
+import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import msgspec
 
 from common import config as configuration
 from common import memory
-from common.addresses import exchange_address
+from common.addresses import exchange_address, log_path, report_path
 from common.board import Board
 from common.config import Config
 from common.damage import DamagedRows, Ranges, find_damage, write_damaged_rows
 from common.dataset import Dataset
 from common.errors import ConfigError, HeadraceError, ModelError, RunDirectoryBusyError
 from common.slot_table import SlotTable
-from launch.child import Child
+from launch.control_server import ControlServer
 from launch.live import LiveLine
+from launch.log_file import last_lines
+from launch.pace import Pace
 from launch.plan_table import format_plan
+from launch.report import Ending, write_report
+from launch.status import Gauges
 from launch.summary import summarize
 from launch.supervisor import Supervisor
 from launch.synthetic import write_synthetic
 from launch.topology import SharedFds, Topology, describe, plan_topology
 from services.exchange.data import read_run_data
+from services.exchange.plan import Plan
 
 EXIT_DONE, EXIT_GAVE_UP, EXIT_BAD_INPUT, EXIT_BUSY, EXIT_SIGNAL = 0, 1, 2, 3, 128
+_NUM_LAST_LINES = 12
+log = logging.getLogger(__name__)
 
 
 def main() -> int:
@@ -46,7 +56,10 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     run_dir = args.run_dir or Path("runs") / f"{args.config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     try:
-        return start(configuration.load(args.config, args.overrides), run_dir, args.dry_run)
+        config = configuration.load(args.config, args.overrides)
+        return start(config, run_dir, _command(args.config, run_dir, args.overrides), args.dry_run)
+    except KeyboardInterrupt:  # before there was anything to stop
+        return EXIT_SIGNAL + signal.SIGINT
     except RunDirectoryBusyError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BUSY
@@ -55,8 +68,15 @@ def main() -> int:
         return EXIT_BAD_INPUT
 
 
-def start(config: Config, run_dir: Path, dry_run: bool) -> int:
-    """Check the input, prepare the run directory, run the actors, say how it ended."""
+def start(config: Config, run_dir: Path, command: str, dry_run: bool) -> int:
+    """Check the input, prepare the run directory, run the actors, say how it ended.
+
+    Args:
+        config: as loaded.
+        run_dir: made where it is not there.
+        command: that starts the same run again.
+        dry_run: print what would run, and no more.
+    """
     topology = plan_topology(config)
     exchange_address(run_dir)
     _check_model(config)
@@ -68,6 +88,7 @@ def start(config: Config, run_dir: Path, dry_run: bool) -> int:
     print(f"{run_dir}\n{describe(topology)}", flush=True)
     if dry_run:
         return EXIT_DONE
+    os.umask(0o077)  # all that the run and its actors write is the owner's alone
     lock = _lock(run_dir)
     try:
         if config.data.synthetic is not None:
@@ -75,38 +96,78 @@ def start(config: Config, run_dir: Path, dry_run: bool) -> int:
         if config.data.skip_damaged:
             _find_damage(config, run_dir)
         data = read_run_data(config, run_dir)
-        print(format_plan(data.plan(config)[0], *data, config.plan), flush=True)
+        plan, _ = data.plan(config)
+        print(format_plan(plan, *data, config.plan), flush=True)
         configuration.write(config, run_dir)
-        return _run(config, topology, run_dir)
+        report_path(run_dir).unlink(missing_ok=True)
+        return _run(config, topology, run_dir, plan, command)
     finally:
         os.close(lock)
 
 
-def _run(config: Config, topology: Topology, run_dir: Path) -> int:
+def _command(config: Path, run_dir: Path, overrides: list[str]) -> str:
+    line = ["python", "-m", "launch.start_all", str(config), "--run-dir", str(run_dir.absolute())]
+    return shlex.join([*line, *(["--set", *overrides] if overrides else [])])
+
+
+def _run(config: Config, topology: Topology, run_dir: Path, plan: Plan, command: str) -> int:
     fds = _create_memory(topology)
     board = Board(fds.board, len(topology.actors))
     table = SlotTable(fds.control, config.num_targets * config.ring.num_slots)
     supervisor = Supervisor(config, topology, fds, board, run_dir)
-    live = LiveLine(topology, board, table)
-    finished = supervisor.run(lambda: live.show(supervisor.restarts.total()))
-    live.end()
-    if supervisor.culprit:
-        return _say_why(supervisor, supervisor.culprit)
-    print(summarize(run_dir, config.num_drafters), flush=True)
-    if finished:
-        return EXIT_DONE
-    print(f"stopped; go on with the same command and --run-dir {run_dir}")
-    return EXIT_SIGNAL + supervisor.signum
+    pace = Pace(topology, board)
+    live, gauges = LiveLine(pace, table), Gauges(run_dir, supervisor, board, table, pace)
+    server = ControlServer(run_dir, supervisor, gauges.read)
+
+    def on_tick() -> None:
+        pace.observe()
+        live.show(supervisor.deaths.counts.total())
+        server.serve()
+
+    try:
+        ending = _ending(supervisor, supervisor.run(on_tick))
+    except Exception as error:
+        log.exception("the supervisor failed")
+        lines = traceback.format_exc().splitlines()[-_NUM_LAST_LINES:]
+        ending = Ending("supervisor failed", EXIT_GAVE_UP, f"{type(error).__name__}: {error}", None, lines)
+    finally:
+        server.close()
+        live.end()
+    pace.observe()
+    try:
+        write_report(run_dir, ending, gauges.read(), plan, config.num_drafters, command)
+    except OSError as error:
+        log.error("%s: not written: %s", report_path(run_dir), error.strerror)
+    _say(ending, run_dir, config.num_drafters, command)
+    return ending.exit_code
 
 
-def _say_why(supervisor: Supervisor, culprit: Child) -> int:
-    """Input that an actor refused is one line, its last; all else comes with the end of the culprit's log."""
+def _ending(supervisor: Supervisor, finished: bool) -> Ending:
+    culprit = supervisor.culprit
+    if culprit is None:
+        if finished:
+            return Ending("done", EXIT_DONE)
+        return Ending("stopped", EXIT_SIGNAL + supervisor.signum, f"signal {signal.Signals(supervisor.signum).name}")
+    name = culprit.spec.name
     if supervisor.is_bad_input:
-        reason = culprit.last_lines(1).split(" ", 3)[-1]  # after date, time and level
-        print(f"error: {culprit.spec.name}: {reason}", file=sys.stderr)
-        return EXIT_BAD_INPUT
-    print(f"error: {supervisor.failure}\n{culprit.last_lines()}\n(all of it: {culprit.log})", file=sys.stderr)
-    return EXIT_GAVE_UP
+        lines = last_lines(culprit.log, 1)
+        reason = "".join(lines).split(" ", 3)[-1]  # after date, time and level
+        return Ending("bad input", EXIT_BAD_INPUT, f"{name}: {reason}", name, lines)
+    return Ending("gave up", EXIT_GAVE_UP, supervisor.failure, name, last_lines(culprit.log, _NUM_LAST_LINES))
+
+
+def _say(ending: Ending, run_dir: Path, num_drafters: int, command: str) -> None:
+    """Input that an actor refused is one line; all else that failed comes with the end of the culprit's log."""
+    if ending.cause in ("done", "stopped"):
+        print(summarize(run_dir, num_drafters))
+    if ending.cause == "stopped":
+        print(f"stopped; go on with: {command}")
+    print(f"report: {report_path(run_dir)}", flush=True)
+    if ending.cause in ("bad input", "gave up"):
+        print(f"error: {ending.reason}", file=sys.stderr)
+    if ending.cause == "gave up" and ending.actor:
+        print("\n".join(ending.last_lines), file=sys.stderr)
+        print(f"(all of it: {log_path(run_dir, ending.actor)})", file=sys.stderr)
 
 
 def _create_memory(topology: Topology) -> SharedFds:

@@ -11,7 +11,6 @@ when one dies, the survivors keep their state in memory and the group forms anew
                 +-- hopeless, crash loop, second Ctrl-C: kill all -> ended
 """
 
-import collections
 import logging
 import os
 import signal
@@ -28,6 +27,7 @@ from common.config import Config
 from common.lifecycle import EXIT_DONE, EXIT_HOPELESS, EXIT_STOPPED, start_time
 from common.messages import ActorDied, Incarnation
 from launch.child import Child, Exit, wait_for_exit
+from launch.log_file import limit
 from launch.restarts import Restarts
 from launch.topology import SharedFds, Topology
 
@@ -44,12 +44,13 @@ class Supervisor:
         self._fds = fds
         self._board = board
         self.children = [Child(spec, run_dir) for spec in topology.actors]
-        self._restarts = Restarts(config.supervision)
+        self.deaths = Restarts(config.supervision)
         self.failure = ""  # why the run was given up
         self.culprit: Child | None = None
         self.is_bad_input = False  # the culprit refused its input before it was ever ready
         self._due: dict[str, float] = {}  # name -> when to start again
-        self._dumped: dict[str, float] = {}
+        self._doomed: dict[str, float] = {}  # name -> when to kill it
+        self._renewed: set[str] = set()  # whose life an operator ended
         self._was_ready: set[str] = set()
         self._done: set[str] = set()
         self._interrupts = 0
@@ -59,14 +60,37 @@ class Supervisor:
         self._channel = Channel(exchange_address(run_dir), identity)
 
     @property
-    def restarts(self) -> collections.Counter[str]:
-        """How often each actor was started again."""
-        return self._restarts.counts
-
-    @property
     def signum(self) -> int:
         """The signal that ended the run early, or 0."""
         return self._signum
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the actors are being stopped, for whatever reason."""
+        return bool(self._interrupts or self.failure or self._all_done("drafter"))
+
+    def is_done(self, child: Child) -> bool:
+        """Whether it has come to the end of the training."""
+        return child.spec.name in self._done
+
+    def stop(self) -> None:
+        """As SIGTERM: the drafters save; the second time at once."""
+        self._interrupt(signal.SIGTERM, None)
+
+    def renew(self, child: Child, *, gently: bool) -> None:
+        """End a life for an operator and start the next one at once. It is no crash and never ends the run.
+
+        Gently, a lone drafter saves first; among several none needs to, for the others hold the run in memory.
+        """
+        name, now = child.spec.name, time.monotonic()
+        if not child.alive:
+            self._due[name] = now
+            return
+        saves = len(self._of("drafter")) == 1 and self._board.read(child.spec.place).phase == Phase.READY
+        gently = gently and (child.spec.role != "drafter" or saves)
+        self._renewed.add(name)
+        self._doomed[name] = now + self._settings.stop_timeout_s
+        child.send(signal.SIGTERM if gently else signal.SIGKILL)
 
     def run(self, on_tick: Callable[[], None]) -> bool:
         """Run to the end; True where the training came to its end."""
@@ -75,15 +99,15 @@ class Supervisor:
             self._call_group()
             for child in self.children:
                 self._start(child)
-            while not (self._interrupts or self.failure or self._all_done("drafter")):
+            while not self.is_stopping:
                 self._tick(on_tick)
             if not self.failure:
                 self._stop_drafters(on_tick)
                 for role in ("target", "exchange"):
-                    self._end(self._of(role), signal.SIGTERM)
+                    self._end(self._of(role), signal.SIGTERM, on_tick)
             return self._all_done("drafter") and not self.failure
         finally:
-            self._end(self.children, signal.SIGKILL)
+            self._end(self.children, signal.SIGKILL, on_tick=lambda: None)
             self._channel.close()
             for signum, handler in handlers.items():
                 signal.signal(signum, handler)
@@ -91,6 +115,7 @@ class Supervisor:
     def _tick(self, on_tick: Callable[[], None]) -> None:
         wait_for_exit(self.children, _TICK_S)
         for child in self.children:
+            limit(child.log)
             exit_ = child.take_exit()
             if exit_ is not None:
                 self._bury(child, exit_)
@@ -103,13 +128,17 @@ class Supervisor:
         """An actor's end: tell the exchange, then decide what it means."""
         name, role = child.spec.name, child.spec.role
         self._channel.request(ActorDied(*exit_.owner))
-        self._dumped.pop(name, None)
+        self._doomed.pop(name, None)
+        is_renewed = name in self._renewed
+        self._renewed.discard(name)
         if self._board.read(child.spec.place).phase != Phase.STARTING:
             self._was_ready.add(name)
         if exit_.code == EXIT_DONE and role == "drafter":
             self._done.add(name)
         elif self._interrupts and exit_.code == EXIT_STOPPED:
             return
+        elif is_renewed:
+            self._start_again(child, self.deaths.renew(name))
         elif exit_.code == EXIT_HOPELESS or (exit_.code > 0 and name not in self._was_ready):
             self._give_up(child, f"{name} ended with {exit_}", hopeless=exit_.code == EXIT_HOPELESS)
         else:
@@ -117,14 +146,19 @@ class Supervisor:
             self._plan_restart(child, exit_)
 
     def _plan_restart(self, child: Child, exit_: Exit) -> None:
-        name = child.spec.name
-        due = self._restarts.plan(name)
+        due = self.deaths.plan(child.spec.name)
         if due is None:
             settings = self._settings
             times = f"{settings.max_restarts + 1} times within {settings.window_s:g} s"
-            self._give_up(child, f"{name} ended {times}, last with {exit_}")
+            self._give_up(child, f"{child.spec.name} ended {times}, last with {exit_}")
             return
+        self._start_again(child, due)
+
+    def _start_again(self, child: Child, due: float) -> None:
+        name = child.spec.name
         self._due[name] = due
+        if name in self._was_ready:
+            self.deaths.is_down(name, self._board.read(child.spec.place).progress_s)
         if child.spec.role == "drafter":
             self._call_group()
 
@@ -153,18 +187,17 @@ class Supervisor:
             silent_s, limit_s = now - child.started_s, self._settings.ready_timeout_s
         else:
             silent_s, limit_s = now - notice.progress_s, self._settings.stall_timeout_s
-        if self._waits_for_others(child):
-            return
-        if name in self._dumped:
-            if now < self._dumped[name]:
+            self.deaths.is_back(name)
+        if name in self._doomed:
+            if now < self._doomed[name]:
                 return
             if faults.is_switched("supervisor.no_fencing"):
                 self._bury(child, child.abandon())
             child.send(signal.SIGKILL)
-        elif silent_s > limit_s:
+        elif silent_s > limit_s and not self._waits_for_others(child):
             log.warning("%s made no progress for %.0f s: its stacks go to its log, then it is killed", name, silent_s)
             child.send(signal.SIGUSR1)
-            self._dumped[name] = now + _DUMP_S
+            self._doomed[name] = now + _DUMP_S
 
     def _waits_for_others(self, child: Child) -> bool:
         """Whether it waits in a collective for a drafter that is not there: then the other one is to be judged."""
@@ -174,18 +207,20 @@ class Supervisor:
 
     def _stop_drafters(self, on_tick: Callable[[], None]) -> None:
         """They finish a step together and save. Without one that holds the run in memory there is nothing to save."""
-        deadline = time.monotonic() + self._settings.stop_timeout_s
+        deadline, told = time.monotonic() + self._settings.stop_timeout_s, set[int]()
         while any(child.alive for child in self._of("drafter")) and not self.failure:
             alive = [child for child in self._of("drafter") if child.alive]
             ready = [child for child in alive if self._board.read(child.spec.place).phase == Phase.READY]
             if not ready or self._interrupts > 1 or time.monotonic() > deadline:
-                self._end(alive, signal.SIGKILL)
+                self._end(alive, signal.SIGKILL, on_tick)
                 return
             for child in ready:
-                child.send(signal.SIGTERM)
+                if child.pid not in told:  # a process on its way out would die of a second one
+                    child.send(signal.SIGTERM)
+                    told.add(child.pid)
             self._tick(on_tick)
 
-    def _end(self, children: list[Child], signum: signal.Signals) -> None:
+    def _end(self, children: list[Child], signum: signal.Signals, on_tick: Callable[[], None]) -> None:
         """Signal the children and wait for their ends; after a time, or a second Ctrl-C, kill them."""
         deadline = time.monotonic() + self._settings.stop_timeout_s
         for child in children:
@@ -197,6 +232,7 @@ class Supervisor:
             wait_for_exit(children, _TICK_S)
             for child in children:
                 child.take_exit()
+            on_tick()
 
     def _give_up(self, child: Child, reason: str, *, hopeless: bool = False) -> None:
         if not self.failure:

@@ -11,6 +11,7 @@ T tokens, K taps, H hidden size, D documents.
 
 import itertools
 import logging
+import math
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -36,6 +37,7 @@ from services.drafter.upload import upload
 
 _NUM_BUFFERS = 2
 _WAIT_S = 0.1
+_POLL_S = 0.02
 log = logging.getLogger(__name__)
 
 
@@ -90,8 +92,12 @@ class Fetcher:
             self._thread = None
 
     def next(self, check: Callable[[], None]) -> Fetched | None:
-        """The next place of the sequence, or None at its end. The wait is counted; `check` may end it by raising."""
-        with self._actor.waiting():
+        """The next place of the sequence, or None at its end. `check` may end the wait by raising.
+
+        What counts as waiting begins when the device has done all that was launched.
+        """
+        computed = mark_computation(self._device)
+        with self._actor.waiting(lambda: 0.0 if computed.reached() else math.inf):
             item = self._wait(check)
         if item is None:
             return None
@@ -106,7 +112,7 @@ class Fetcher:
     def _wait(self, check: Callable[[], None]) -> tuple[BatchInfo, _Copied | None] | None:
         while True:
             try:
-                return self._ready.get(timeout=_WAIT_S)
+                return self._ready.get(timeout=_POLL_S)
             except Empty:
                 self._actor.keep_waiting()
                 check()

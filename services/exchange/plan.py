@@ -68,6 +68,14 @@ class Plan:
         epoch, place = divmod(number, self.batches_per_epoch)
         return self.epoch(epoch)[place].tolist() if epoch < self._settings.epochs else []
 
+    def num_samples(self, num_steps: int) -> int:
+        """How many samples the first steps train on; one that comes again in a later epoch counts again."""
+        epochs, rest = divmod(num_steps * self._settings.batches_per_step, self.batches_per_epoch)
+        if epochs >= self._settings.epochs:
+            epochs, rest = self._settings.epochs, 0
+        per_epoch = sum(len(ids) for ids, _ in self._buckets)
+        return epochs * per_epoch + (sum(map(len, self.epoch(epochs)[:rest])) if rest else 0)
+
     def epoch(self, epoch: int) -> Batches:
         """All training batches of an epoch, in order. The two latest epochs asked for are kept."""
         if epoch not in self._epochs:

@@ -6,7 +6,9 @@
 Staging buffers are made at start and used again only after their mark: nothing else protects them.
 """
 
+import math
 import threading
+import time
 from collections.abc import Sequence
 from queue import Empty, Queue
 from typing import NamedTuple
@@ -51,18 +53,26 @@ class Publisher:
             self._free.put(HiddenBuffer(writer.layout, device))
         self._flights: Queue[_Flight] = Queue()
         self._held: set[tuple[int, int]] = set()
-        self._held_lock = threading.Lock()
+        self._num_copying = 0  # sent, and not yet in their slots
+        self._idle_since = 0.0
+        self._lock = threading.Lock()
         actor.start_thread("publisher", self._announce)
 
     def held(self) -> list[Held]:
         """The leases that were granted and not yet announced for certain."""
-        with self._held_lock:
+        with self._lock:
             return [Held(slot, generation) for slot, generation in sorted(self._held)]
+
+    def idle_since(self) -> float:
+        """When the last batch that was sent had been computed and copied (CLOCK_MONOTONIC); inf while one has not."""
+        with self._lock:
+            return math.inf if self._num_copying else self._idle_since
 
     def send(self, lease: Lease, rows: TargetRows, taps: Sequence[torch.Tensor]) -> None:
         """Bring one batch on its way; waits only for a free staging buffer."""
-        with self._held_lock:
+        with self._lock:
             self._held.add((lease.slot, lease.generation))
+            self._num_copying += 1
         num_tokens = len(rows.packed.input_ids)
         slot = self._writer.open(lease.slot % self._slots_per_ring, num_tokens, len(rows.packed.sample_ids))
         staging = self._take_staging()
@@ -79,24 +89,27 @@ class Publisher:
         self._flights.put(_Flight(lease, rows, staging, slot, copied))
 
     def _take_staging(self) -> HiddenBuffer:
-        with self._actor.waiting():
-            while True:
-                try:
-                    return self._free.get(timeout=_WAIT_S)
-                except Empty:
-                    self._actor.keep_waiting()
+        """The device still works on what the buffers hold: no waiting for others."""
+        while True:
+            try:
+                return self._free.get(timeout=_WAIT_S)
+            except Empty:
+                self._actor.keep_waiting()
 
     def _announce(self) -> None:
         while True:
             flight = self._flights.get()
             flight.copied.wait()
+            with self._lock:
+                self._num_copying -= 1
+                self._idle_since = time.monotonic()
             flight.slot.seal(self._header_of(flight))
             self._free.put(flight.staging)
             lease = flight.lease
             faults.reach("target.before_slot_ready")
             self._actor.channel.ask(SlotReady(lease.slot, lease.generation), lambda: not self._actor.stopping)
             faults.reach("target.after_slot_ready")
-            with self._held_lock:
+            with self._lock:
                 self._held.discard((lease.slot, lease.generation))
 
     def _header_of(self, flight: _Flight) -> SlotHeader:

@@ -10,7 +10,7 @@ from common.board import Phase
 from common.dataset import Dataset
 from common.errors import ProtocolError
 from common.layout import SlotLayout
-from common.lifecycle import Actor
+from common.lifecycle import Actor, StoppedError
 from common.messages import Lease, Work
 from common.ring import RingWriter
 from services.target.model import TargetModel
@@ -41,9 +41,9 @@ class TargetService:
         self._publisher = Publisher(actor, writer, config.ring.num_slots, self._device, welcome.plan_hash)
 
     def run(self) -> None:
-        """Work until told to stop; a target never knows when the run is over."""
+        """Work until told to stop, which ends it by StoppedError; a target never knows when the run is over."""
         self._actor.notices.phase(Phase.READY)
-        while True:
+        while not self._actor.stopping:
             began = time.monotonic()
             lease = self._next_lease()
             leased = time.monotonic()
@@ -60,8 +60,11 @@ class TargetService:
                 publish_s=time.monotonic() - computed,
             )
 
+        raise StoppedError
+
     def _next_lease(self) -> Lease:
-        reply = self._actor.ask(Work(self._publisher.held()))
+        """Waits for a free slot of the ring, or for a batch that is still needed."""
+        reply = self._actor.ask(Work(self._publisher.held()), self._publisher.idle_since)
         if not isinstance(reply, Lease):
             raise ProtocolError(f"Work: needed Lease, found {reply}")
         return reply

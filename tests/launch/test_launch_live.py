@@ -6,10 +6,11 @@ import pytest
 
 from common import config as configuration
 from common import memory
-from common.board import Board, Notices
+from common.board import Board, Notices, Phase
 from common.metrics import MetricsWriter
 from common.slot_table import NOBODY, SlotRecord, SlotState, SlotTable
 from launch.live import LiveLine
+from launch.pace import Pace
 from launch.summary import summarize
 from launch.topology import plan_topology
 from tests.launch.launched_runs import CONFIG
@@ -23,34 +24,43 @@ def test_line_shows_figures_rates_and_time_left(monkeypatch: pytest.MonkeyPatch,
     board = Board(fd, len(topology.actors))
     table = SlotTable(memory.create("table", topology.table_bytes), 4)
     targets, drafter = [Notices(fd, place, 1) for place in (1, 2)], Notices(fd, 3, 1)
-    live = LiveLine(topology, board, table)
+    pace = Pace(topology, board)
+    live = LiveLine(pace, table)
+
+    def show(num_restarts: int) -> None:
+        pace.observe()
+        live.show(num_restarts)
 
     targets[0].add(num_tokens=700)
     targets[1].add(num_tokens=300)
     drafter.add(num_tokens=500)
     drafter.show_step(4, 10, 0.5)
     now[0] += 9.0
-    live.show(num_restarts=0)
+    show(num_restarts=0)
     assert capsys.readouterr().out == ""  # a line every ten seconds where nobody watches
     now[0] += 1.0
-    live.show(num_restarts=0)
-    expected = "step 4/10  loss 0.5000  acceptance -  tok/s 100 > 50  ring 0/4  restarts 0  left ?\n"
+    show(num_restarts=0)
+    expected = "step 4/10  loss 0.5000  acceptance -  tok/s 100 > 50  ring 0/4  -  restarts 0  left ?\n"
     assert capsys.readouterr().out == expected
 
     board.wipe(1)  # a new life, which counts from 0
+    for notices in (targets[1], drafter):
+        notices.phase(Phase.READY)
+    targets[1].add(waiting_s=20.0)
     targets[0].add(num_tokens=200)
     drafter.show_step(6, 10, 0.25)
     drafter.show_acceptance(1.5)
     table.write(3, SlotRecord(SlotState.READY, 1, 7, NOBODY))
     now[0] += 40.0
-    live.show(num_restarts=2)
-    expected = "step 6/10  loss 0.2500  acceptance 1.50  tok/s 5 > 0  ring 1/4  restarts 2  left 1:20\n"
+    show(num_restarts=2)
+    verdict = "drafter bound (targets wait 25%, drafters 0%)"
+    expected = f"step 6/10  loss 0.2500  acceptance 1.50  tok/s 5 > 0  ring 1/4  {verdict}  restarts 2  left 1:22\n"
     assert capsys.readouterr().out == expected
 
     drafter.show_step(7, 1000, 0.25)
     now[0] += 10.0
-    live.show(num_restarts=2)
-    assert capsys.readouterr().out.endswith("  left 4:35:50\n")  # 993 steps at 3 in 50 s
+    show(num_restarts=2)
+    assert capsys.readouterr().out.endswith("  left 4:41:21\n")  # 993 steps at 3 in 51 s
 
 
 def test_summary_of_a_run(tmp_path: Path) -> None:

@@ -1,0 +1,97 @@
+"""What an operator and a supervisor say to each other: msgpack on the wire, one union per direction.
+
+operator            supervisor
+  GetStatus    ->     RunStatus
+  Restart      ->     Accepted | Refused     end a life in good order, start the next; no crash
+  Kill         ->     Accepted | Refused     the same by SIGKILL
+  Stop         ->     Accepted               as Ctrl-C
+anything else  ->     Refused
+"""
+
+from typing import Literal
+
+import msgspec
+
+ActorState = Literal["starting", "ready", "down", "done"]
+
+
+class GetStatus(msgspec.Struct, frozen=True, tag=True):
+    """Ask how the run is."""
+
+
+class Restart(msgspec.Struct, frozen=True, tag=True):
+    """End an actor's life in good order and start the next."""
+
+    name: str
+
+
+class Kill(msgspec.Struct, frozen=True, tag=True):
+    """Kill an actor; the next life starts at once."""
+
+    name: str
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """End the run: drafters save; a second one ends it at once."""
+
+
+class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One actor, as the kernel and the board show it."""
+
+    name: str
+    state: ActorState
+    pid: int | None
+    uptime_s: float | None
+    progress_age_s: float | None  # since it last said that it is alive
+    restarts: int
+    lost_s: float  # without its work, over all its deaths
+    last_exit: str | None
+
+
+class RingStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The slots of one target, by state: free, writing, ready, reading."""
+
+    target: str
+    slots: list[str]
+
+
+class RunStatus(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A whole run; nothing in it was asked of an actor."""
+
+    run_dir: str
+    state: Literal["running", "stopping"]
+    uptime_s: float
+    step: int
+    num_steps: int | None
+    num_skipped: int  # steps that were not finite
+    loss: float | None
+    acceptance: float | None  # length, exact and greedy, on held-out samples
+    target_tokens_per_s: float
+    drafter_tokens_per_s: float
+    verdict: str | None  # drafter bound, target bound, balanced
+    targets_waiting: float | None  # share of the last half minute
+    drafters_waiting: float | None
+    time_left_s: float | None
+    restarts: int
+    actors: list[ActorStatus]
+    rings: list[RingStatus]
+
+
+class Accepted(msgspec.Struct, frozen=True, tag=True):
+    """It is under way."""
+
+    what: str
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """Nothing was done."""
+
+    reason: str
+
+
+Request = GetStatus | Restart | Kill | Stop
+Reply = RunStatus | Accepted | Refused
+
+encode = msgspec.msgpack.Encoder().encode
+decode_request = msgspec.msgpack.Decoder(Request).decode
+decode_reply = msgspec.msgpack.Decoder(Reply).decode

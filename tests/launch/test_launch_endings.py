@@ -1,0 +1,86 @@
+"""How a run ends, by real signals and real failures, and what its report says of it."""
+
+import json
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from launch.control import Operator
+from tests.launch.launched_runs import LaunchedRun
+from tests.launch.tampering import freeze
+
+
+def read_report(run: LaunchedRun) -> dict[str, Any]:
+    """The report, which is strict JSON and printed where it lies."""
+    path = run.directory / "report.json"
+    assert f"report: {path}\n" in run.stdout
+    report: dict[str, Any] = json.loads(path.read_text(), parse_constant=pytest.fail)
+    return report
+
+
+def test_report_of_a_run_that_came_to_its_end(small_reference: LaunchedRun) -> None:
+    report = read_report(small_reference)
+    assert (report["cause"], report["exit_code"], report["actor"], report["resume"]) == ("done", 0, None, None)
+    losses, evaluations = small_reference.losses(), small_reference.evaluations()
+    assert report["step"] == report["num_steps"] == len(losses)
+    assert (report["loss_first"], report["loss_last"]) == (losses[1], losses[len(losses)])
+    assert (report["acceptance_first"], report["acceptance_last"]) == (evaluations[0], evaluations[len(losses)])
+    assert report["num_samples"] == 16 * 32  # epochs of the data set
+    assert [actor["restarts"] for actor in report["actors"]] == [0, 0, 0]
+    assert [actor["lost_s"] for actor in report["actors"]] == [0, 0, 0]
+
+
+def test_the_first_ctrl_c_saves_and_the_second_ends_the_run_at_once(run: LaunchedRun) -> None:
+    run.start("supervision.stop_timeout_s=1000")
+    run.wait_for_step(2)
+    run.signal(signal.SIGINT)
+    assert run.end() == 130, run.log_tails()
+    last = run.steps()[-1]
+    assert (run.directory / "checkpoints" / f"step-{last:08}").is_dir()
+    assert read_report(run)["reason"] == "signal SIGINT"
+
+    run.start("supervision.stop_timeout_s=1000")
+    run.wait_for_step(last + 1)
+    assert not (run.directory / "report.json").exists()
+    freeze(run, "drafter-0")
+    run.signal(signal.SIGINT)
+    operator = Operator(run.directory)
+    run.wait_until(lambda: operator.status().state == "stopping")  # and waits for the drafter that hangs
+    operator.close()
+    run.signal(signal.SIGINT)
+    assert run.end() == 130
+    assert run.pids() == []
+    report = read_report(run)
+    assert (report["cause"], report["step"]) == ("stopped", max(run.steps()))
+
+
+def test_a_crash_loop_names_the_culprit_and_its_last_lines(run: LaunchedRun) -> None:
+    run.start("supervision.max_restarts=1")
+    run.wait_until((run.directory / "logs" / "target-0.log").exists)
+    for life in (1, 2):
+        run.wait_until(lambda life=life: run.log("target-0").count("model loaded") == life)  # type: ignore[misc]
+        os.kill(run.pid("target-0"), signal.SIGKILL)
+    assert run.end() == 1
+    reason = "target-0 ended 2 times within 60 s, last with signal SIGKILL"
+    assert f"error: {reason}\n" in run.stderr
+    assert "model loaded in" in run.stderr
+    assert f"(all of it: {run.directory / 'logs' / 'target-0.log'})" in run.stderr
+    report = read_report(run)
+    assert (report["cause"], report["exit_code"], report["actor"], report["reason"]) == ("gave up", 1, "target-0", reason)
+    assert report["last_lines"] == run.log("target-0").splitlines()[-12:]
+    assert report["resume"].startswith("python -m launch.start_all ")
+
+
+def test_a_supervisor_that_fails_leaves_a_report_and_no_process(run: LaunchedRun) -> None:
+    run.directory.mkdir()
+    (run.directory / "logs").write_text("in the way")
+    run.start()
+    assert run.end() == 1
+    report = read_report(run)
+    assert (report["cause"], report["actor"]) == ("supervisor failed", None)
+    assert report["reason"].startswith("FileExistsError: ")
+    assert report["last_lines"][-1] == report["reason"]
+    assert "Traceback" in run.stderr
+    assert run.pids() == []
