@@ -35,10 +35,11 @@ class Conversation(NamedTuple):
     changed: Changed | None = None
 
 
-class _RuleError(Exception):
+class RuleError(Exception):
     """The row falls under a rule that drops it."""
 
     def __init__(self, rule: Dropped) -> None:
+        super().__init__(str(rule))
         self.rule = rule
 
 
@@ -56,17 +57,32 @@ def read_row(raw: object, aliases: dict[str, str] = ALIASES) -> Conversation | O
                 return Outcome(_read_answers(row))
             case dict() if row.get("messages") is not None or row.get("conversations") is not None:
                 return _read_conversation(row, aliases)
-        raise _RuleError(Dropped.NO_CONVERSATION)
-    except _RuleError as error:
+        raise RuleError(Dropped.NO_CONVERSATION)
+    except RuleError as error:
         return Outcome([], error.rule)
 
 
-def read_conversation(row: dict[str, Any]) -> Conversation | Dropped:
-    """The conversation of a row, whatever ids stand beside it."""
-    try:
-        return _read_conversation(row, ALIASES)
-    except _RuleError as error:
-        return error.rule
+def read_messages(row: dict[str, Any], aliases: dict[str, str] = ALIASES) -> list[Message]:
+    """The messages of a row, in the names and forms that templates expect. RuleError where they cannot be read."""
+    turns = _parsed(row["messages"] if row.get("messages") is not None else row.get("conversations"))
+    if not isinstance(turns, list):
+        raise RuleError(Dropped.NO_CONVERSATION)
+    if not turns:
+        raise RuleError(Dropped.EMPTY)
+    messages = [_read_message(turn, aliases) for turn in turns]
+    if isinstance(row.get("system"), str) and row["system"] and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": row["system"]})
+    _check_text(messages)
+    return messages
+
+
+def read_tools(value: object) -> list[dict[str, Any]] | None:
+    """A list of tools or its JSON; None for none. RuleError where it is neither."""
+    tools = [_parsed(tool) for tool in _as_list(_parsed(value))]
+    if not all(isinstance(tool, dict) for tool in tools):
+        raise RuleError(Dropped.BAD_TOOLS)
+    _check_text(tools)
+    return [tool for tool in tools if isinstance(tool, dict)] or None
 
 
 def _read_answers(row: dict[str, Any]) -> list[Sample]:
@@ -74,7 +90,7 @@ def _read_answers(row: dict[str, Any]) -> list[Sample]:
     for answer in row.get("answers") or [row]:
         prompt, new = answer.get("prompt_ids"), answer.get("answer_ids")
         if not isinstance(prompt, list) or not isinstance(new, list):
-            raise _RuleError(Dropped.BAD_IDS)
+            raise RuleError(Dropped.BAD_IDS)
         sample = _to_sample(prompt + new, [0] * len(prompt) + [1] * len(new))
         if samples and _continues(prompt, samples[-1]):
             before = samples.pop().loss_mask
@@ -90,36 +106,27 @@ def _continues(prompt: list[int], before: Sample) -> bool:
 def _to_sample(ids: list[Any], mask: list[Any]) -> Sample:
     whole = all(type(token) is int and -(2**31) <= token < 2**31 for token in ids)
     if not whole or len(ids) != len(mask) or not all(bit in (0, 1) for bit in mask):
-        raise _RuleError(Dropped.BAD_IDS)
+        raise RuleError(Dropped.BAD_IDS)
     return Sample(np.array(ids, np.int32), np.array(mask, np.bool_))
 
 
 def _read_conversation(row: dict[str, Any], aliases: dict[str, str]) -> Conversation:
-    turns = _parsed(row["messages"] if row.get("messages") is not None else row["conversations"])
-    if not isinstance(turns, list):
-        raise _RuleError(Dropped.NO_CONVERSATION)
-    if not turns:
-        raise _RuleError(Dropped.EMPTY)
-    messages = [_read_message(turn, aliases) for turn in turns]
-    if isinstance(row.get("system"), str) and row["system"] and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": row["system"]})
-    _check_text(messages)
-    messages, removed = _without_leading_answers(messages)
+    messages, removed = _without_leading_answers(read_messages(row, aliases))
     while messages[-1]["role"] != "assistant":
         messages.pop()  # nobody answers it
-    tools = _read_tools(row.get("tools"))
+    tools = read_tools(row.get("tools"))
     return Conversation(messages, tools, row.get("finished") is not False, Changed.LEADING_ANSWER if removed else None)
 
 
 def _read_message(turn: object, aliases: dict[str, str]) -> Message:
     if not isinstance(turn, dict):
-        raise _RuleError(Dropped.BAD_MESSAGE)
+        raise RuleError(Dropped.BAD_MESSAGE)
     role = turn.get("role", turn.get("from"))
     if not isinstance(role, str):
-        raise _RuleError(Dropped.BAD_MESSAGE)
+        raise RuleError(Dropped.BAD_MESSAGE)
     role = aliases.get(role.lower(), role.lower())
     if role not in ROLES:
-        raise _RuleError(Dropped.UNKNOWN_ROLE)
+        raise RuleError(Dropped.UNKNOWN_ROLE)
     message: Message = {"role": role, "content": _read_content(turn, role)}
     if role == "assistant":
         message |= _read_extras(turn)
@@ -135,7 +142,7 @@ def _read_content(turn: dict[str, Any], role: str) -> str:
             return ""  # as servers hand it to the template
         case [*parts] if parts and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
             return "".join(part["text"] for part in parts)
-    raise _RuleError(Dropped.BAD_MESSAGE)
+    raise RuleError(Dropped.BAD_MESSAGE)
 
 
 def _read_extras(turn: dict[str, Any]) -> Message:
@@ -154,33 +161,25 @@ def _read_tool_calls(value: object) -> list[dict[str, Any]]:
     """Arguments become objects: servers parse them before the template sees them."""
     calls = _parsed(value)
     if not isinstance(calls, list):
-        raise _RuleError(Dropped.BAD_TOOL_CALLS)
+        raise RuleError(Dropped.BAD_TOOL_CALLS)
     read = []
     for call in calls:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise _RuleError(Dropped.BAD_TOOL_CALLS)
+            raise RuleError(Dropped.BAD_TOOL_CALLS)
         arguments = _parsed(function.get("arguments") or {})
         if not isinstance(arguments, dict):
-            raise _RuleError(Dropped.BAD_TOOL_CALLS)
+            raise RuleError(Dropped.BAD_TOOL_CALLS)
         named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
         read.append(named | {"type": "function", "function": {"name": function["name"], "arguments": arguments}})
     return read
-
-
-def _read_tools(value: object) -> list[dict[str, Any]] | None:
-    tools = [_parsed(tool) for tool in _as_list(_parsed(value))]
-    if not all(isinstance(tool, dict) for tool in tools):
-        raise _RuleError(Dropped.BAD_TOOLS)
-    _check_text(tools)
-    return [tool for tool in tools if isinstance(tool, dict)] or None
 
 
 def _as_list(value: object) -> list[Any]:
     if value is None or value == "":
         return []
     if not isinstance(value, list):
-        raise _RuleError(Dropped.BAD_TOOLS)
+        raise RuleError(Dropped.BAD_TOOLS)
     return value
 
 
@@ -200,16 +199,16 @@ def _check_text(value: object) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise _RuleError(Dropped.BAD_TEXT) from None
+        raise RuleError(Dropped.BAD_TEXT) from None
 
 
 def _without_leading_answers(messages: list[Message]) -> tuple[list[Message], bool]:
     """An answer to nothing is not as it was served; what follows the first question is."""
     roles = [message["role"] for message in messages]
     if "assistant" not in roles:
-        raise _RuleError(Dropped.NO_ANSWER)
+        raise RuleError(Dropped.NO_ANSWER)
     first = next((place for place, role in enumerate(roles) if role in ("user", "tool")), len(roles))
     kept = [message for place, message in enumerate(messages) if place > first or message["role"] != "assistant"]
     if not any(message["role"] == "assistant" for message in kept):
-        raise _RuleError(Dropped.NO_QUESTION)
+        raise RuleError(Dropped.NO_QUESTION)
     return kept, len(kept) < len(messages)

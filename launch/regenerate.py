@@ -1,154 +1,209 @@
-"""Answers prompts with the target itself, greedily: the text that a drafter has to learn.
+"""Answers prompts with the target itself: the text that a drafter has to learn.
 
     python -m launch.regenerate --model DIR --prompts human-eval --out conversations.jsonl --max-new-tokens 48
+    python -m launch.regenerate --server http://localhost:8000/v1 --server-model NAME --prompts data.jsonl --out out.jsonl
 
-Each line written holds `messages`, the exact `prompt_ids` and `answer_ids`, and `finished`: whether the answer
-ended by itself. B rows of a batch.
+In this process with transformers, greedily; or by a server that speaks the OpenAI protocol. Each line written holds
+`messages`, `finished` (whether the last answer ended by itself) and, where they are known, the exact `prompt_ids` and
+`answer_ids`, or one pair per answer in `answers`. The same command goes on where it was stopped.
 """
 
 import argparse
-import json
-import os
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import jinja2
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils.logging import disable_progress_bar
+from transformers import PreTrainedTokenizerBase
 
-from common.errors import HeadraceError, ModelError
+from common.errors import HeadraceError
+from launch.answers import Answer, AnswerFile, History, Row, hold, key_of
 from launch.chat import load_tokenizer, render
-from launch.conversations import Message
-from launch.prompts import read_prompts
+from launch.completions import RefusedError, Server
+from launch.generator import Generator as Target
+from launch.prepare import parse_setting
+from launch.prompts import Script, read_scripts
+
+Result = tuple[str, Row | RefusedError]  # of a key
 
 
-class Answer(NamedTuple):
-    """The new tokens of one prompt, the end token included if there is one."""
-
-    ids: list[int]
-    finished: bool
-
-
-class Generator:
-    """A target that answers batches of prompts."""
-
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int) -> None:
-        self._model = model
-        self._end_ids = _end_ids(model, tokenizer)
-        self._config = GenerationConfig(  # type: ignore[no-untyped-call]
-            do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=self._end_ids, pad_token_id=self._end_ids[0]
-        )
-
-    def answer(self, prompts: list[list[int]]) -> list[Answer]:
-        """Greedy answers of one batch, padded on the left to its longest prompt."""
-        longest = max(map(len, prompts))
-        padding = [longest - len(prompt) for prompt in prompts]
-        rows = [[self._end_ids[0]] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)]
-        mask = [[0] * pad + [1] * (longest - pad) for pad in padding]
-        device = self._model.device
-        output: torch.Tensor = self._model.generate(  # type: ignore[operator]
-            inputs=torch.tensor(rows, device=device),
-            attention_mask=torch.tensor(mask, device=device),
-            generation_config=self._config,
-        )
-        return [self._cut(row[longest:]) for row in output.tolist()]
-
-    def _cut(self, ids: list[int]) -> Answer:
-        """Up to the first end token; what follows it is padding."""
-        for place, token in enumerate(ids):
-            if token in self._end_ids:
-                return Answer(ids[: place + 1], finished=True)
-        return Answer(ids, finished=False)
+def answer_by_server(server: Server, scripts: Iterable[tuple[str, Script]], num_requests: int) -> Iterator[Result]:
+    """Conversations as they end, `num_requests` at a time. ServerError where the server does not answer."""
+    with ThreadPoolExecutor(num_requests) as executor:
+        waiting = iter(scripts)
+        running: dict[Future[Row | RefusedError], str] = {}
+        try:
+            while True:
+                for key, script in islice(waiting, num_requests - len(running)):
+                    running[executor.submit(_hold_with, server.answer, script)] = key
+                if not running:
+                    return
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    yield running.pop(future), future.result()
+        finally:
+            executor.shutdown(wait=False, cancel_futures=True)
 
 
-def _end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    ids = model.generation_config.eos_token_id if model.generation_config else None
-    ids = tokenizer.eos_token_id if ids is None else ids
-    if ids is None:
-        raise ModelError(f"{model.name_or_path}: needed an end token in generation_config.json or the tokenizer, found none")
-    return [ids] if isinstance(ids, int) else list(ids)
+def _hold_with(answer: Callable[[History], Answer], script: Script) -> Row | RefusedError:
+    conversation = hold(script)
+    try:
+        history = next(conversation)
+        while True:
+            history = conversation.send(answer(history))
+    except StopIteration as end:
+        row: Row = end.value
+        return row
+    except RefusedError as error:
+        return error
 
 
-def load_model(folder: Path, device: torch.device) -> PreTrainedModel:
-    """The whole model, head included, in the dtype of its files.
+class Batches:
+    """Answers in this process: batches of conversations of like length, always the same ones."""
+
+    def __init__(self, target: Target, tokenizer: PreTrainedTokenizerBase, batch_size: int) -> None:
+        self._target = target
+        self._tokenizer = tokenizer
+        self._batch_size = batch_size
+
+    def answer(self, scripts: list[tuple[str, Script]], done: AnswerFile) -> Iterator[Result]:
+        """Batch by batch; one that was answered as a whole before is left out."""
+        results: list[Result] = []
+        begun = []
+        for key, script in scripts:
+            conversation = hold(script)
+            history = next(conversation)
+            try:
+                begun.append((key, conversation, self._render(history)))
+            except RefusedError as error:
+                results.append((key, error))
+        yield from results
+        begun.sort(key=lambda item: len(item[2]))
+        for start in range(0, len(begun), self._batch_size):
+            batch = begun[start : start + self._batch_size]
+            if any(key not in done for key, _, _ in batch):
+                yield from self._hold(batch)
+
+    def _hold(self, batch: list[tuple[str, Generator[History, Answer, Row], list[int]]]) -> Iterator[Result]:
+        """All conversations of a batch to their ends, turn by turn."""
+        while batch:
+            answers = self._target.answer([prompt_ids for _, _, prompt_ids in batch])
+            going_on = []
+            for (key, conversation, prompt_ids), (ids, finished) in zip(batch, answers, strict=True):
+                text = self._tokenizer.decode(ids, skip_special_tokens=True)
+                answer = Answer({"role": "assistant", "content": text}, finished, prompt_ids, ids)
+                try:
+                    going_on.append((key, conversation, self._render(conversation.send(answer))))
+                except StopIteration as end:
+                    yield key, end.value
+                except RefusedError as error:
+                    yield key, error
+            batch = going_on
+
+    def _render(self, history: History) -> list[int]:
+        try:
+            return render(self._tokenizer, history.messages, generation_prompt=True, tools=history.tools)
+        except jinja2.TemplateError as error:
+            raise RefusedError(str(error)) from error
+
+
+def regenerate(arguments: argparse.Namespace) -> str:
+    """Answer everything, write the file; returns what a person wants to know.
 
     Raises:
-        ModelError: the weights are missing or damaged, or the architecture is unknown.
+        HeadraceError: bad prompts, no model, or a server that does not answer; what is there is kept.
     """
-    disable_progress_bar()  # type: ignore[no-untyped-call]
+    settings = {"max_new_tokens": arguments.max_new_tokens, **dict(arguments.request_set)}
+    model = arguments.server_model if arguments.server else str(arguments.model.expanduser().absolute())
+    scripts = [
+        (key_of(script, settings | {"model": model}), script) for script in read_scripts(arguments.prompts, arguments.limit)
+    ]
+    file = AnswerFile(arguments.out)
+    refused: Counter[str] = Counter()
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            folder, dtype="auto", device_map={"": device}, local_files_only=True
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{folder}: the model cannot be loaded: {error}") from error
-    return model
-
-
-def regenerate(
-    generator: Generator, tokenizer: PreTrainedTokenizerBase, prompts: list[list[Message]], batch_size: int
-) -> list[dict[str, Any]]:
-    """One row per prompt, in the order of the prompts; batches are made of prompts of like length."""
-    prompt_ids = [render(tokenizer, prompt, generation_prompt=True) for prompt in prompts]
-    order = sorted(range(len(prompts)), key=lambda i: len(prompt_ids[i]))
-    answers: dict[int, Answer] = {}
-    with tqdm(total=len(prompts), unit="prompt", desc="answering") as progress:
-        for batch in _batches(order, batch_size):
-            answers |= zip(batch, generator.answer([prompt_ids[i] for i in batch]), strict=True)
-            progress.update(len(batch))
-    return [_to_row(tokenizer, prompts[i], prompt_ids[i], answers[i]) for i in range(len(prompts))]
-
-
-def _batches(order: list[int], batch_size: int) -> Iterator[list[int]]:
-    for start in range(0, len(order), batch_size):
-        yield order[start : start + batch_size]
-
-
-def _to_row(tokenizer: PreTrainedTokenizerBase, prompt: list[Message], prompt_ids: list[int], answer: Answer) -> dict[str, Any]:
-    content = tokenizer.decode(answer.ids, skip_special_tokens=True)
-    messages = [*prompt, {"role": "assistant", "content": content}]
-    return {"messages": messages, "prompt_ids": prompt_ids, "answer_ids": answer.ids, "finished": answer.finished}
-
-
-def write_rows(rows: list[dict[str, Any]], out: Path) -> None:
-    """JSON lines in one piece: written aside, then renamed."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    aside = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    try:
-        aside.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-        aside.replace(out)
+        open_scripts = {key: script for key, script in scripts if key not in file}
+        with tqdm(total=len(scripts), initial=len(scripts) - len(open_scripts), unit="conversation") as progress:
+            for key, result in _answer(arguments, scripts, open_scripts, file):
+                if isinstance(result, RefusedError):
+                    refused[str(result)] += 1
+                elif key not in file:
+                    file.add(key, result)
+                    progress.update()
     finally:
-        aside.unlink(missing_ok=True)
+        file.close()
+    return _summarize(arguments.out, file.finish(key for key, _ in scripts), refused)
 
 
-def main() -> int:
-    """Exit code 0, or 1 after one line that says what is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--prompts", required=True, metavar="FILE.jsonl|human-eval")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl")
-    parser.add_argument("--max-new-tokens", type=int, default=48)
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N prompts")
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
-    parser.add_argument("--threads", type=int, default=2, help="of the CPU (default: %(default)s)")
-    arguments = parser.parse_args()
+def _answer(
+    arguments: argparse.Namespace, scripts: list[tuple[str, Script]], open_scripts: dict[str, Script], file: AnswerFile
+) -> Iterator[Result]:
+    if not open_scripts:
+        return iter(())
+    if arguments.server:
+        return answer_by_server(_make_server(arguments), open_scripts.items(), arguments.concurrency)
     torch.set_num_threads(arguments.threads)
+    folder = arguments.model.expanduser()
+    tokenizer = load_tokenizer(folder)
+    target = Target(folder, tokenizer, arguments.device, arguments.max_new_tokens)
+    return Batches(target, tokenizer, arguments.batch_size).answer(scripts, file)
+
+
+def _make_server(arguments: argparse.Namespace) -> Server:
+    key = arguments.api_key_file.read_text().strip() if arguments.api_key_file else ""
+    request = {"temperature": 0, **dict(arguments.request_set)}
+    limits = {"max_retries": arguments.retries, "timeout_s": arguments.timeout}
+    return Server(arguments.server, arguments.server_model, arguments.max_new_tokens, request, key, **limits)
+
+
+def _summarize(out: Path, rows: list[dict[str, Any]], refused: Counter[str]) -> str:
+    finished = sum(row["finished"] for row in rows)
+    num_tokens = sum(len(part["answer_ids"]) for row in rows for part in row.get("answers", [row]) if "answer_ids" in part)
+    with_ids = sum("answer_ids" in row or "answers" in row for row in rows)
+    lines = [f"{out}: {len(rows):,} conversations, {with_ids:,} with exact ids ({num_tokens:,} tokens)"]
+    lines += [f"{finished:,} finished, {len(rows) - finished:,} cut at the limit (not taught to stop)"]
+    lines += [f"refused {count:,} times: {reason}" for reason, count in refused.most_common(5)]
+    return "\n".join(lines)
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--prompts", required=True, metavar="PATH|human-eval", help="conversations to answer, see launch/prompts.py")
+    add("--out", type=Path, required=True, metavar="FILE.jsonl")
+    add("--max-new-tokens", type=int, default=48)
+    add("--limit", type=int, metavar="N", help="only the first N prompts")
+    add("--model", type=Path, metavar="DIR", help="answer in this process")
+    add("--batch-size", type=int, default=32)
+    add("--device", type=torch.device, default=torch.device("cpu"))
+    add("--threads", type=int, default=2, help="of the CPU (default: %(default)s)")
+    add("--server", metavar="URL", help="answer by a server instead, such as http://localhost:8000/v1")
+    add("--server-model", metavar="NAME", help="as the server calls it")
+    add("--concurrency", type=int, default=64, help="requests at a time (default: %(default)s)")
+    add("--retries", type=int, default=5, help="of a request (default: %(default)s)")
+    add("--timeout", type=float, default=600.0, metavar="S", help="of a request (default: %(default)s)")
+    add("--api-key-file", type=Path, metavar="FILE")
+    add("--request-set", type=parse_setting, action="append", default=[], metavar="KEY=VALUE", help="fields of a request")
+    arguments = parser.parse_args(argv)
+    if (arguments.model is None) == (arguments.server is None):
+        parser.error("needed either --model or --server")
+    if (arguments.server is None) != (arguments.server_model is None):
+        parser.error("--server and --server-model go together")
+    return arguments
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0, or 1 after one line that says what is wrong."""
     try:
-        prompts = read_prompts(arguments.prompts)[: arguments.limit]
-        folder = arguments.model.expanduser()
-        tokenizer = load_tokenizer(folder)
-        generator = Generator(load_model(folder, arguments.device), tokenizer, arguments.max_new_tokens)
-        rows = regenerate(generator, tokenizer, prompts, arguments.batch_size)
+        print(regenerate(parse_arguments(argv)))
     except HeadraceError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    write_rows(rows, arguments.out)
-    num_tokens = sum(len(row["answer_ids"]) for row in rows)
-    print(f"{arguments.out}: {len(rows)} answers, {num_tokens} tokens, {sum(row['finished'] for row in rows)} finished")
     return 0
 
 

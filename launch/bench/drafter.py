@@ -1,6 +1,7 @@
 """The drafter's step on one GPU, beside the rate of its own matrix products in the same run.
 
-    python -m launch.bench drafter [--shape qwen3_6_27b] [--tokens 2048] [--anchors 512] [--steps 20]
+    python -m launch.bench drafter [--shape qwen3_6_27b] [--tokens 2048] [--anchors 512]
+        [--documents 1] [--accumulation 1] [--steps 20]
 
 Random weights and features. Prints a table: times, memory, utilisation, host synchronisations, packed against one by
 one, and what fetching from a slot costs.
@@ -120,10 +121,11 @@ class Step:
         for parameter in self.model.parameters():
             parameter.grad = None
 
-    def whole(self, batch: PackedBatch) -> None:
-        """One optimizer step of one batch."""
+    def whole(self, batch: PackedBatch, accumulation: int) -> None:
+        """One optimizer step of so many batches."""
         assert self.optimizer is not None
-        self.optimizer.accumulate(self.forward_backward(batch))
+        for _ in range(accumulation):
+            self.optimizer.accumulate(self.forward_backward(batch))
         self.optimizer.reduce(lambda buffer: buffer)
         self.optimizer.step(self.num_done)
 
@@ -198,7 +200,7 @@ def alone(batch: PackedBatch, document: int) -> PackedBatch:
     )
 
 
-def fetching(step: Step, batch: PackedBatch) -> Callable[[], None]:
+def fetching(step: Step, batch: PackedBatch, accumulation: int) -> Callable[[], None]:
     """The same step while the next batch comes out of a slot: a copy and a checksum on a stream of their own."""
     layout = SlotLayout.of(step.config)
     slot = torch.frombuffer(memoryview(attach(create("bench", layout.ring_bytes(1)))), dtype=torch.uint8)
@@ -212,18 +214,19 @@ def fetching(step: Step, batch: PackedBatch) -> Callable[[], None]:
     def run() -> None:
         this = next(turns)
         other = 1 - this
-        with copies.after(free[other]):
-            buffers[other].copy_(hidden, non_blocking=True)
-            checksum(buffers[other])
+        for _ in range(accumulation):
+            with copies.after(free[other]):
+                buffers[other].copy_(hidden, non_blocking=True)
+                checksum(buffers[other])
         copied[other] = copies.mark()
         copied[this].hold(torch.cuda.current_stream())
-        step.whole(replace(batch, hidden_states=buffers[this]))
+        step.whole(replace(batch, hidden_states=buffers[this]), accumulation)
         free[this] = mark_computation(DEVICE)
 
     return run
 
 
-def measure(config: Config, num_documents: int, num_steps: int) -> Iterator[tuple[str, str]]:
+def measure(config: Config, num_documents: int, accumulation: int, num_steps: int) -> Iterator[tuple[str, str]]:
     """The rows of the table, as they are measured."""
     num_tokens, num_rows = config.plan.max_tokens_per_batch, config.train.anchors_per_batch * config.draft.block_size
     step, batch = Step(config), make_batch(config, [num_tokens // num_documents] * num_documents)
@@ -247,27 +250,27 @@ def measure(config: Config, num_documents: int, num_steps: int) -> Iterator[tupl
     yield "four packed documents against one by one", f"loss {loss:.1e}, gradient {gradient:.1e} (relative)"
 
     step.optimizer = MasterAdamW(step.model, config.train, 1000, num_sums(config.draft.block_size))
-    step.whole(batch)
-    whole = partial(step.whole, batch)
+    whole = partial(step.whole, batch, accumulation)
+    whole()
     yield "host synchronisations in a whole step", str(count_synchronisations(whole))
     time_ms(whole, 3)
     before, whole_ms, after = gemm_rate(config, num_rows), time_ms(whole, num_steps), gemm_rate(config, num_rows)
-    rate = (before + after) / 2
-    yield "whole step with optimizer, accumulation 1", f"{whole_ms:.1f} ms (optimizer {whole_ms - alone_ms:.1f})"
-    yield "arithmetic of a step", f"{flops / 1e12:.1f} TFLOP"
+    rate, num_anchors = (before + after) / 2, accumulation * config.train.anchors_per_batch
+    yield f"whole step, {accumulation} x 1 batch", f"{whole_ms:.1f} ms (optimizer {whole_ms - accumulation * alone_ms:.1f})"
+    yield "arithmetic of a batch", f"{flops / 1e12:.1f} TFLOP"
     yield (
         "rate of a matrix product of these shapes",
         f"{rate / 1e12:.0f} TFLOP/s ({before / 1e12:.0f} before, {after / 1e12:.0f} after)",
     )
     yield "utilisation, forward + backward", f"{flops / alone_ms / rate * 1e5:.1f} %"
-    yield "utilisation, whole step", f"{flops / whole_ms / rate * 1e5:.1f} %"
-    fetched = fetching(step, batch)
+    yield "utilisation, whole step", f"{accumulation * flops / whole_ms / rate * 1e5:.1f} %"
+    fetched = fetching(step, batch, accumulation)
     time_ms(fetched, 3)
     pairs = [(time_ms(fetched, num_steps), time_ms(whole, num_steps)) for _ in range(2)]
     yield "step fetching from a slot over step on resident data", f"{statistics.mean(a / b for a, b in pairs):.3f}"
     yield (
         "anchors trained on",
-        f"{config.train.anchors_per_batch / whole_ms * 1e3:.0f} /s, {num_tokens / whole_ms * 1e3:.0f} tokens/s",
+        f"{num_anchors / whole_ms * 1e3:.0f} /s, {accumulation * num_tokens / whole_ms * 1e3:.0f} tokens/s",
     )
 
 
@@ -282,12 +285,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--anchors", type=int, default=512)
     parser.add_argument("--documents", type=int, default=1)
+    parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("bench drafter: needed a CUDA GPU, found none")
         return 2
     config = make_config(options.shape, options.tokens, options.anchors, options.documents)
-    for what, value in measure(config, options.documents, options.steps):
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {' '.join(arguments)}")
+    for what, value in measure(config, options.documents, options.accumulation, options.steps):
         print(f"{what:58} {value}", flush=True)
     return 0

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_mask
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from services.drafter.attention import Attend, DenseAttention, KeysValues, TiledAttention
 from services.drafter.visibility import BlockPlaces, KeyRuns, find_tiles, in_one_sequence, key_runs
@@ -100,7 +100,7 @@ def test_tiled_equals_dense_attention(window: int, wanted: slice) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of itself
 @pytest.mark.parametrize("window", [0, 40])
 def test_tiled_equals_dense_attention_in_value_and_gradient_on_a_gpu(window: int) -> None:
     check_tiled(make_pair(window, slice(1, None, 2), torch.device("cuda"), head_dim=64), atol=1e-2, gradients=True)
@@ -140,4 +140,18 @@ def test_the_mask_of_flex_attention_is_the_dense_mask() -> None:
     tiled = TiledAttention(runs, 256, num_rows, CPU).block_mask
     found = create_mask(tiled.mask_mod, None, None, num_rows, 256 + num_rows, device="cpu")
     assert torch.equal(found[0, 0], dense_mask(places, 4, 40, 256))
-    assert tiled.to_dense()[0, 0].shape == (2, 4)
+
+
+@pytest.mark.parametrize("window", [0, 40, 200])
+def test_the_tiles_are_listed_as_torch_lists_them(window: int) -> None:
+    places, num_rows = made_up_places([300, 400], 256), 1024
+    tiled: Any = TiledAttention(key_runs(places, 4, window, np.arange(num_rows)), 768, num_rows, CPU).block_mask
+    own: Any = create_block_mask(tiled.mask_mod, None, None, num_rows, 768 + num_rows, device="cpu")
+    for kind in ("kv", "full_kv", "q", "full_q"):
+        counts, listed = (getattr(own, f"{kind}_{part}") for part in ("num_blocks", "indices"))
+        assert torch.equal(getattr(tiled, f"{kind}_num_blocks"), counts)
+        indices = getattr(tiled, f"{kind}_indices")
+        assert indices.shape == listed.shape
+        for place in np.ndindex(*counts.shape):
+            assert torch.equal(indices[place][: counts[place]], listed[place][: counts[place]])
+    assert window or tiled.full_kv_num_blocks.any()

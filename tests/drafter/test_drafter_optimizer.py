@@ -188,7 +188,7 @@ def test_two_ranks_equal_one_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of itself
 def test_a_gpu_steps_as_the_cpu_does() -> None:
     model, other = make_model(), make_model().to("cuda")
     pair = [

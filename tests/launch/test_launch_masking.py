@@ -6,7 +6,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from common.arrow_file import Sample
-from launch.conversations import Conversation, Message, read_conversation
+from launch.conversations import Conversation, Message, read_row
 from launch.masking import Masker
 from launch.rules import Changed, Dropped, Outcome
 from tests.launch.chat_templates import GEMMA, LLAMA3, MISTRAL, QWEN3, Family
@@ -21,7 +21,7 @@ WEATHER = [{"type": "function", "function": {"name": "weather", "parameters": {"
 
 
 def mask(tokenizer: PreTrainedTokenizerBase, *messages: Message, settings: dict[str, Any] | None = None, **row: Any) -> Outcome:
-    conversation = read_conversation({"messages": list(messages), **row})
+    conversation = read_row({"messages": list(messages), **row})
     assert isinstance(conversation, Conversation)
     ends = {tokenizer.eos_token_id}
     return Masker(tokenizer, ends, settings).mask(conversation)

@@ -13,7 +13,7 @@ from common.dataset import Dataset
 from common.errors import DataError
 from launch import prepare, regenerate
 from launch.chat import render
-from launch.prompts import find_human_eval, read_prompts
+from launch.prompts import find_human_eval, read_scripts
 from tests.launch.tiny_chat_model import save_chat_model
 
 PROMPTS = ["a", "What is the longest of these prompts?", "Why?", "Tell me", "one more"]
@@ -26,10 +26,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedTok
     return folder, save_chat_model(folder)
 
 
-def run(monkeypatch: pytest.MonkeyPatch, model: Path, prompts: str, out: Path, *options: str) -> list[dict[str, Any]]:
-    command = ["regenerate", "--model", str(model), "--prompts", prompts, "--out", str(out), "--threads", "1"]
-    monkeypatch.setattr(sys, "argv", [*command, "--max-new-tokens", str(MAX_NEW_TOKENS), *options])
-    assert regenerate.main() == 0
+def run(model: Path, prompts: str, out: Path, *options: str) -> list[dict[str, Any]]:
+    command = ["--model", str(model), "--prompts", prompts, "--out", str(out), "--threads", "1"]
+    assert regenerate.main([*command, "--max-new-tokens", str(MAX_NEW_TOKENS), *options]) == 0
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
@@ -49,11 +48,9 @@ def decode_greedily(model: LlamaForCausalLM, ids: list[int], end_id: int) -> lis
     return answer
 
 
-def test_a_batch_answers_like_each_prompt_alone(
-    monkeypatch: pytest.MonkeyPatch, model: tuple[Path, PreTrainedTokenizerBase], tmp_path: Path
-) -> None:
+def test_a_batch_answers_like_each_prompt_alone(model: tuple[Path, PreTrainedTokenizerBase], tmp_path: Path) -> None:
     folder, tokenizer = model
-    rows = run(monkeypatch, folder, write_prompts(tmp_path), tmp_path / "out.jsonl", "--batch-size", "3")
+    rows = run(folder, write_prompts(tmp_path), tmp_path / "out.jsonl", "--batch-size", "3")
     alone, end_id = LlamaForCausalLM.from_pretrained(folder), tokenizer.eos_token_id
     assert len({tuple(row["answer_ids"]) for row in rows}) > 1
     for prompt, row in zip(PROMPTS, rows, strict=True):
@@ -64,18 +61,16 @@ def test_a_batch_answers_like_each_prompt_alone(
         assert row["messages"][-1]["content"] == tokenizer.decode(row["answer_ids"], skip_special_tokens=True)
 
 
-def test_an_answer_stops_at_the_end_token_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, model: tuple[Path, PreTrainedTokenizerBase], tmp_path: Path
-) -> None:
+def test_an_answer_stops_at_the_end_token_and_says_so(model: tuple[Path, PreTrainedTokenizerBase], tmp_path: Path) -> None:
     """An answer's third token is made the end token, so that it ends there and others go on."""
     folder, tokenizer = model
-    [first, *_] = run(monkeypatch, folder, write_prompts(tmp_path), tmp_path / "out.jsonl")
+    [first, *_] = run(folder, write_prompts(tmp_path), tmp_path / "out.jsonl")
     end_id = first["answer_ids"][2]
     changed = LlamaForCausalLM.from_pretrained(folder)
     changed.generation_config.eos_token_id = [end_id, 0]
     changed.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    rows = run(monkeypatch, tmp_path / "model", write_prompts(tmp_path), tmp_path / "out.jsonl")
+    rows = run(tmp_path / "model", write_prompts(tmp_path), tmp_path / "out.jsonl")
     assert rows[0]["answer_ids"] == first["answer_ids"][: first["answer_ids"].index(end_id) + 1]
     for row in rows:
         ends = [token in (end_id, 0) for token in row["answer_ids"]]
@@ -86,9 +81,9 @@ def test_an_answer_stops_at_the_end_token_and_says_so(
 
 
 def test_the_limit_takes_the_first_prompts_and_prepare_takes_the_rows(
-    monkeypatch: pytest.MonkeyPatch, model: tuple[Path, PreTrainedTokenizerBase], tmp_path: Path
+    model: tuple[Path, PreTrainedTokenizerBase], tmp_path: Path
 ) -> None:
-    rows = run(monkeypatch, model[0], write_prompts(tmp_path), tmp_path / "out.jsonl", "--limit", "2")
+    rows = run(model[0], write_prompts(tmp_path), tmp_path / "out.jsonl", "--limit", "2")
     assert [row["messages"][0]["content"] for row in rows] == PROMPTS[:2]
     assert prepare.main(["--model", str(model[0]), "--input", str(tmp_path / "out.jsonl"), "--out", str(tmp_path / "set")]) == 0
     sample = Dataset.open(tmp_path / "set").read(0)
@@ -97,18 +92,59 @@ def test_the_limit_takes_the_first_prompts_and_prepare_takes_the_rows(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "prompts.jsonl", "set"]
 
 
-def test_prompts_are_read_from_any_of_the_three_forms(tmp_path: Path) -> None:
+def test_several_turns_are_answered_one_after_the_other(model: tuple[Path, PreTrainedTokenizerBase], tmp_path: Path) -> None:
+    """Each to the answers before it; an answer that was cut ends its conversation. Many ids end an answer here."""
+    folder, tokenizer = model
+    changed = LlamaForCausalLM.from_pretrained(folder)
+    changed.generation_config.eos_token_id = [*range(0, len(tokenizer), 16), tokenizer.eos_token_id]
+    changed.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"turns": [prompt, "and?"]}) + "\n" for prompt in PROMPTS))
+    rows = run(tmp_path / "model", str(path), tmp_path / "out.jsonl")
+    answers = [row.get("answers", [row]) for row in rows]
+    assert {len(parts) for parts in answers} == {1, 2}
+    for row, parts in zip(rows, answers, strict=True):
+        assert len(row["messages"]) == 2 * len(parts)
+        assert row["finished"] or len(parts[-1]["answer_ids"]) == MAX_NEW_TOKENS
+        for number, part in enumerate(parts):
+            history = row["messages"][: 2 * number + 1]
+            assert part["prompt_ids"] == render(tokenizer, history, generation_prompt=True)
+
+
+def test_what_was_answered_is_not_answered_again(
+    model: tuple[Path, PreTrainedTokenizerBase], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = model
+    prompts, out = write_prompts(tmp_path), tmp_path / "out.jsonl"
+    rows = run(folder, prompts, out, "--batch-size", "2")
+    lines = out.read_text().splitlines(keepends=True)
+    out.with_name("out.jsonl.partial").write_text(lines[0] + lines[2] + lines[1][:9])
+    out.unlink()
+    assert run(folder, prompts, out, "--batch-size", "2") == rows
+    monkeypatch.setattr("launch.generator.load_model", None)  # not needed any more
+    assert run(folder, prompts, out, "--batch-size", "2") == rows
+
+
+def read_turns(path: Path) -> list[list[str | None]]:
+    return [[None if turn is None else turn["content"] for turn in script.turns] for script in read_scripts(str(path))]
+
+
+def test_prompts_are_read_from_any_of_the_forms(tmp_path: Path) -> None:
     user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-    rows = [{"prompt": "a"}, {"turns": ["a", "c"]}, {"messages": [user, answer]}]
+    more = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}, {"from": "human", "value": "c"}]
+    rows = [{"prompt": "a"}, {"turns": ["a", "c"]}, {"messages": [user, answer]}, {"conversations": more}]
     (tmp_path / "prompts.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
-    assert read_prompts(str(tmp_path / "prompts.jsonl")) == [[user]] * 3
+    assert read_turns(tmp_path / "prompts.jsonl") == [["a", None], ["a", None, "c", None], ["a", None], ["a", None, "c", None]]
 
 
 def test_human_eval_is_read_from_its_package_without_importing_it() -> None:
-    prompts = read_prompts("human-eval")
-    assert len(prompts) == 164
+    scripts = list(read_scripts("human-eval"))
+    assert len(scripts) == 164
     assert "human_eval" not in sys.modules
-    assert all(len(prompt) == 1 and "def " in prompt[0]["content"] for prompt in prompts)
+    for turns, tools in scripts:
+        assert tools is None and len(turns) == 2 and turns[1] is None
+        assert turns[0] is not None and "def " in turns[0]["content"]
     assert find_human_eval().suffix == ".gz"
 
 
@@ -118,18 +154,22 @@ def test_human_eval_is_read_from_its_package_without_importing_it() -> None:
         ("", r"prompts\.jsonl: needed at least one prompt, found none"),
         (
             '{"prompt": "a"}\n{"question": "b"}',
-            r"prompts\.jsonl:2: needed messages, prompt or turns .* found the keys question",
+            r"prompts\.jsonl: row 2: needed messages, prompt or turns, found .* \(keys question\)",
         ),
-        ('{"messages": [{"role": "assistant", "content": "b"}]}', r"prompts\.jsonl:1: needed messages, prompt or turns"),
-        ("{", r"prompts\.jsonl:1: needed JSON, found"),
+        (
+            '{"messages": [{"role": "assistant", "content": "b"}]}',
+            r"prompts\.jsonl: row 1: needed .* with a question, found none",
+        ),
+        ("{", r"prompts\.jsonl: row 1: needed JSON, found"),
+        ("[]", r"prompts\.jsonl: row 1: needed a JSON object, found list"),
     ],
 )
 def test_bad_prompts_are_named(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "prompts.jsonl").write_text(content)
     with pytest.raises(DataError, match=message):
-        read_prompts(str(tmp_path / "prompts.jsonl"))
+        list(read_scripts(str(tmp_path / "prompts.jsonl")))
 
 
 def test_a_missing_file_of_prompts_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"absent\.jsonl: cannot be read"):
-        read_prompts(str(tmp_path / "absent.jsonl"))
+    with pytest.raises(DataError, match=r"absent\.jsonl: needed a file or a folder, found none"):
+        list(read_scripts(str(tmp_path / "absent.jsonl")))
