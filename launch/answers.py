@@ -90,7 +90,7 @@ class AnswerFile:
     def add(self, key: str, row: Row) -> None:
         """Write a row down at once."""
         place = self._file.seek(0, os.SEEK_END)
-        self._file.write(json.dumps({"key": key, **row}, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
+        self._file.write(_encode({"key": key, **row}) + b"\n")
         self._file.flush()
         self._places[key] = (self._partial, place)
 
@@ -135,3 +135,11 @@ class AnswerFile:
                 elif not line.endswith(b"\n") and path == self._partial:
                     os.truncate(path, place)
                 place += len(line)
+
+
+def _encode(row: Row) -> bytes:
+    """JSON that a person can read; escaped where a server sent half of a character."""
+    try:
+        return json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return json.dumps(row).encode()

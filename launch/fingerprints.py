@@ -1,6 +1,7 @@
 """The key of a prepared data set: everything that changes what is in it, and what is different between two keys."""
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ def describe_inputs(sources: list[Input]) -> list[dict[str, Any]]:
 
 def describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Template, vocabulary, merges, special tokens."""
-    parts = [tokenizer.backend_tokenizer.to_str(), str(tokenizer.special_tokens_map)]
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # a slow tokenizer has none
+    vocabulary = json.dumps(tokenizer.get_vocab(), sort_keys=True) if backend is None else backend.to_str()
+    parts = [vocabulary, str(tokenizer.special_tokens_map)]
     return {
         "template": _sha256(str(tokenizer.chat_template).encode()),
         "tokenizer": _sha256("\n".join(parts).encode()),

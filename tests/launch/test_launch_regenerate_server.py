@@ -107,7 +107,7 @@ def test_a_refused_prompt_is_counted_and_the_others_go_on(tmp_path: Path, capsys
     with CompletionServer() as server:
         assert run(server, write_rows(tmp_path, [{"prompt": "a"}, {"prompt": "too long"}, {"prompt": "b"}])) == 0
     assert [row["messages"][0]["content"] for row in read_out(tmp_path)] == ["a", "b"]
-    assert "refused 1 times: 400 " in capsys.readouterr().out
+    assert "left out 1: 400 " in capsys.readouterr().out
 
 
 def test_an_answer_cut_at_the_limit_is_counted_ends_its_conversation_and_is_not_taught_to_stop(
