@@ -169,6 +169,39 @@ def test_sigterm_ends_a_wait_for_an_answer_and_the_wait_shows_as_progress(stage:
         assert child.wait(WAIT_S) == EXIT_STOPPED
 
 
+def test_a_wait_is_counted_while_it_passes(stage: Stage) -> None:
+    body = """
+    with actor.waiting():
+        ready(actor)
+        while not actor.stopping:
+            actor.keep_waiting()
+            time.sleep(0.01)
+"""
+    child = stage.start(body)
+    stage.wait_until(lambda: stage.board.read(0).waiting_s > 0.1)
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(WAIT_S) == EXIT_DONE
+
+
+def test_only_the_part_of_a_wait_counts_in_which_the_device_is_idle(stage: Stage) -> None:
+    body = """
+    with actor.waiting(lambda: float("inf")):
+        for _ in range(10):
+            actor.keep_waiting()
+            time.sleep(0.01)
+    assert actor.board.read(0).waiting_s == 0
+    began = time.monotonic()
+    with actor.waiting(lambda: began + 0.05):
+        for _ in range(10):
+            actor.keep_waiting()
+            time.sleep(0.01)
+    waited_s = time.monotonic() - began
+    assert 0 < actor.board.read(0).waiting_s <= waited_s - 0.05
+"""
+    code, log = stage.run(body)
+    assert code == EXIT_DONE, log
+
+
 def test_an_exception_beside_the_main_thread_ends_the_process(stage: Stage) -> None:
     code, log = stage.run(RAISE_BESIDE)
     assert code == EXIT_FAILED

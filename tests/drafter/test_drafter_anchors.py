@@ -80,6 +80,16 @@ def test_the_shape_is_constant_and_padding_has_no_labels() -> None:
     assert not choose(make_batch([2, 2])).valid.any()  # no supervised pair at all
 
 
+def test_labels_may_go_on_behind_a_gap() -> None:
+    batch = make_batch([6], prompt=0)
+    gap = replace(batch, loss_mask=np.array([True, True, False, True, True, True]))
+    strict, loose = (choose(gap, anchors_per_batch=4, contiguous_prefix=prefix) for prefix in (True, False))
+    assert strict.anchors.tolist() == loose.anchors.tolist() == [0, 3, 4, 0]
+    assert strict.label_mask[0].tolist() == [True, False, False]
+    assert loose.label_mask[0].tolist() == [True, False, True]
+    assert loose.labels[0].tolist() == [batch.input_ids[1], 0, batch.input_ids[3]]
+
+
 def test_evaluation_covers_every_candidate_once() -> None:
     batch = make_batch([30, 3, 20])
     chunks = list(all_blocks(*metadata(batch), make_config(anchors_per_batch=7)))

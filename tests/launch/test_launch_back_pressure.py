@@ -17,7 +17,7 @@ from tests.launch.launched_runs import LaunchedRun
 )
 def test_the_verdict_names_the_slow_side(run: LaunchedRun, name: str, point: str, verdict: str) -> None:
     run.directory.mkdir()
-    faults = {name: [Fault(point=point, action="sleep", sleep_s=0.4)]}
+    faults = {name: [Fault(point=point, action="sleep", sleep_s=0.3)]}
     (run.directory / "faults.json").write_bytes(msgspec.json.encode(faults))
     run.start()
     run.wait_for_step(2)
@@ -30,7 +30,7 @@ def test_the_verdict_names_the_slow_side(run: LaunchedRun, name: str, point: str
     run.wait_until(lambda: is_settled(operator.status()))
     before = resident_bytes(run)
     step = max(run.losses())
-    run.wait_for_step(step + 8)
+    run.wait_for_step(step + 4)
     assert operator.status().verdict == verdict
     assert resident_bytes(run) < 1.05 * before
     assert {state for ring in operator.status().rings for state in ring.slots} <= {"free", "writing", "ready", "reading"}
