@@ -49,7 +49,7 @@ def plan(cache: Path, run_dir: Path) -> list[Stage]:
         Stage("launch.regenerate", [str(word) for word in regenerate], (answers,)),
         Stage("launch.prepare", [str(word) for word in prepare], (train, held_out)),
         Stage("launch.start_all", ["launch/configs/demo.toml", "--run-dir", str(run_dir)]),
-        Stage("launch.evaluate", [str(run_dir)]),
+        Stage("launch.evaluate", [str(run_dir), "--num-prompts", "3"]),
     ]
 
 
