@@ -32,6 +32,7 @@ from launch.log_file import last_lines
 from launch.pace import Pace
 from launch.plan_table import format_plan
 from launch.report import Ending, write_report
+from launch.resume import check_resume
 from launch.status import Gauges
 from launch.summary import summarize
 from launch.supervisor import Supervisor
@@ -91,6 +92,7 @@ def start(config: Config, run_dir: Path, command: str, dry_run: bool) -> int:
     os.umask(0o077)  # all that the run and its actors write is the owner's alone
     lock = _lock(run_dir)
     try:
+        check_resume(config, run_dir)
         if config.data.synthetic is not None:
             write_synthetic(config, run_dir / "data")
         if config.data.skip_damaged:

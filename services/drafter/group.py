@@ -12,7 +12,9 @@ made again reliably after an abort (pytorch issue 151159).
 
 import logging
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +77,7 @@ class Group:
             GroupBrokenError: a rank died; `values` are void.
         """
         if self._backend is not None:
-            self._complete(self._backend.allreduce([values]))
+            self._complete(partial(self._backend.allreduce, [values]))
         return values
 
     def copy_from(self, source: int, tensors: list[torch.Tensor]) -> None:
@@ -84,7 +86,7 @@ class Group:
         options.rootRank = source
         for tensor in tensors:
             if self._backend is not None:
-                self._complete(self._backend.broadcast([tensor], options))
+                self._complete(partial(self._backend.broadcast, [tensor], options))
 
     def collect(self, number: int) -> list[int]:
         """The number of every rank, in order of the ranks."""
@@ -138,15 +140,16 @@ class Group:
         gloo._timeout = timeout
         return dist.ProcessGroupGloo(store, self._rank, self._size, gloo)
 
-    def _complete(self, work: dist.Work) -> None:
+    def _complete(self, start: Callable[[], dist.Work]) -> None:
         """Wait on the host, so that nothing is computed from half a sum.
 
         On a GPU this costs one launch latency per step: what follows the sum (the optimizer) is launched
         when it is whole, and the next forward while that still runs.
         """
         with self._actor.notices.collective():
-            faults.reach("drafter.mid_collective")
             try:
+                work = start()
+                faults.reach("drafter.mid_collective")
                 while self._device.type == "cuda" and not work.is_completed():
                     self.check()
                     time.sleep(_GPU_POLL_S)

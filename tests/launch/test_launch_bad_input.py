@@ -1,6 +1,7 @@
 """What a person can get wrong: one line that says what, where, needed and found, the right exit code, nothing left behind."""
 
 import fcntl
+import json
 import re
 import shutil
 from pathlib import Path
@@ -85,6 +86,26 @@ def test_checkpoint_of_another_run(small_reference: LaunchedRun, run: LaunchedRu
     before = sorted(path.read_bytes() for path in run.directory.glob("checkpoints/*/*"))
     refuse(run.start(override), 2, "error: drafter-0: ", str(run.directory / "checkpoints"), found)
     assert sorted(path.read_bytes() for path in run.directory.glob("checkpoints/*/*")) == before
+
+
+@pytest.mark.parametrize(
+    ("override", "found"),
+    [
+        ("plan.epochs=17", "plan.epochs: needed {epochs}, as the checkpoints in {directory} have it, found 17"),
+        ("draft.block_size=3", "draft.block_size: needed 4, as"),
+        ("draft.mask_token_id=5", "draft.mask_token_id: needed 63, as"),
+        ("draft.tap_layers=[0, 2]", "draft.tap_layers: needed [1, 2], as"),
+        ("seed=9", "seed: needed 0, as"),
+    ],
+)
+def test_going_on_under_other_settings(small_reference: LaunchedRun, run: LaunchedRun, override: str, found: str) -> None:
+    for folder in ("data", "checkpoints"):
+        shutil.copytree(small_reference.directory / folder, run.directory / folder)
+    text = (small_reference.directory / "config.json").read_text()
+    (run.directory / "config.json").write_text(text.replace(str(small_reference.directory), str(run.directory)))
+    epochs = json.loads(text)["plan"]["epochs"]
+    refuse(run.start(override), 2, "error: " + found.format(epochs=epochs, directory=run.directory))
+    assert not (run.directory / "logs").exists()
 
 
 def test_run_directory_in_use(run: LaunchedRun) -> None:

@@ -53,7 +53,7 @@ def test_a_stopped_and_a_killed_run_go_on_where_they_were(reference: LaunchedRun
     assert run.end() == -signal.SIGKILL
     run.wait_until_gone(memory)
 
-    run.start(*TWO_BY_TWO)
+    run.start()  # with one target and one drafter: the same batches in the same steps
     assert run.end() == 0, run.log_tails()
     assert run.losses() == reference.losses()
     assert run.evaluations() == reference.evaluations()
