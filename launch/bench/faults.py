@@ -40,6 +40,10 @@ SCENARIOS = [
     Scenario("drafter dies in a collective", {"drafter-1": [Fault("drafter.mid_collective", 12)]}),
     Scenario("drafter dies between the sum and the step", {"drafter-1": [Fault("drafter.before_step", 9)]}),
     Scenario("drafter hangs before its step", {"drafter-1": [Fault("drafter.before_step", 9, "stop")]}),
+    Scenario(
+        "newcomer dies while it takes over the state",
+        {"drafter-1": [Fault("drafter.mid_collective", 5), Fault("drafter.mid_collective", 5)]},
+    ),
     Scenario("rank 0 dies while it writes a checkpoint", {"drafter-0": [Fault("drafter.mid_save", 1)]}),
     Scenario(
         "all drafters die",

@@ -55,6 +55,7 @@ class Trainer:
         self._profiler = StepProfiler(actor.run_dir / "profile" / f"{actor.name}.json", actor.config.train.profile_steps)
         self._evaluator = Evaluator(model, frozen, actor.config)
         self._position = _NOWHERE  # the first batch of the sequence that is not in the weights
+        self._is_half_taken = False  # the weights are neither this rank's nor another's
         self._waited_s = 0.0
         self._num_skipped = 0  # in a row
         self._stop_requested = False  # by any rank, so all know it at the same step
@@ -90,19 +91,27 @@ class Trainer:
         self._stop_requested = any(self._group.collect(self._stop_requested))
         furthest = max(positions)
         if furthest == _NOWHERE:
-            self._position = self._snapshots.resume(self._model, self._optimizer)
+            self._resume()
         elif min(positions) < furthest:
-            self._take_state(positions.index(furthest), furthest)
+            self._hand_over(positions.index(furthest), furthest)
 
-    def _take_state(self, source: int, position: int) -> None:
-        before, self._position = self._position, _NOWHERE  # half a state is none
+    def _resume(self) -> None:
+        self._position = self._snapshots.resume(self._model, self._optimizer)
+        if self._position == 0 and self._is_half_taken:
+            raise RuntimeError("the rank that gave its state died on the way, and there is no checkpoint: start afresh")
+
+    def _hand_over(self, source: int, position: int) -> None:
+        """Rank `source` gives its state to all others, which have none until they have all of it."""
+        before = self._position
+        if self._actor.index != source:
+            self._position, self._is_half_taken = _NOWHERE, True
         figures = [self._num_skipped, self._snapshots.acceptance or 0.0]
         skipped_and_tau = torch.tensor(figures, dtype=torch.float64, device=self._embedding.device)
         state = self._optimizer.state_dict()
         self._group.copy_from(source, [*state.values(), skipped_and_tau])
         self._optimizer.load_state_dict(state)
         self._num_skipped, self._snapshots.acceptance = int(skipped_and_tau[0]), float(skipped_and_tau[1]) or None
-        self._position = position
+        self._position, self._is_half_taken = position, False
         log.info("rank %d gave its state: batch %d -> %d", source, before, position)
 
     def _train(self, fetcher: Fetcher) -> None:
