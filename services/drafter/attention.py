@@ -58,8 +58,8 @@ class TiledAttention:
 
     All shapes are constant in a run, so it is compiled once: the context is padded to its capacity, queries to whole
     tiles. The runs say exactly which keys count, so a mask looks up four numbers per row and can reach no row that
-    does not exist. torch's own tile sizes were the fastest of eleven on an H200; its option ROWS_GUARANTEED_SAFE gives NaN
-    here, since a row may see nothing of the first tile that it visits.
+    does not exist. Of eleven other kernel settings timed on an H200 none was faster on a packed batch; all of them had the
+    option ROWS_GUARANTEED_SAFE, which gives NaN here, since a row may see nothing of the first tile that it visits.
     """
 
     def __init__(self, runs: KeyRuns, capacity: int, num_rows: int, device: torch.device) -> None:
