@@ -49,23 +49,26 @@ class Pace:
         self._waited_s: dict[str, float] = collections.defaultdict(float)
         self._samples = collections.deque([_Sample(time.monotonic(), {}, {})])
         self._first_step: tuple[float, int] | None = None
-        self.lead = Notice(0, Phase.STARTING, 0.0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0, False)  # of the drafter that is furthest
+
+    @property
+    def lead(self) -> Notice:
+        """What the drafter that is furthest shows at this moment."""
+        drafters = [self._board.read(spec.place) for spec in self._actors if spec.role == "drafter"]
+        return max(drafters, key=lambda notice: notice.step)
 
     def observe(self) -> None:
         """Take what the actors have written since the last call."""
         now = time.monotonic()
         if now - self._samples[-1].time_s < _SAMPLE_S:
             return
-        notices = {spec.name: self._board.read(spec.place) for spec in self._actors}
         for spec in self._actors:
-            self._add(spec.name, spec.role, notices[spec.name])
-        drafters = [notices[spec.name] for spec in self._actors if spec.role == "drafter"]
-        self.lead = max(drafters, key=lambda notice: notice.step)
+            self._add(spec.name, spec.role, self._board.read(spec.place))
         self._samples.append(_Sample(now, dict(self._num_tokens), dict(self._waited_s)))
         while len(self._samples) > 2 and self._samples[1].time_s <= now - _WINDOW_S:
             self._samples.popleft()
-        if self.lead.step and (self._first_step is None or self.lead.step < self._first_step[1]):
-            self._first_step = now, self.lead.step
+        step = self.lead.step
+        if step and (self._first_step is None or step < self._first_step[1]):
+            self._first_step = now, step
 
     def tokens_per_s(self, role: str) -> float:
         """Of all actors of a side together, over the window."""
