@@ -44,7 +44,6 @@ class Phase(enum.IntEnum):
 
     STARTING = 0
     READY = 1
-    STOPPING = 2
 
 
 class Notice(NamedTuple):

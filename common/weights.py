@@ -106,3 +106,13 @@ def _hash_32_bits_(bits: torch.Tensor) -> None:
     bits.bitwise_xor_(bits >> 15)
     bits.mul_(0x846CA68B).bitwise_and_(_MASK_32)
     bits.bitwise_xor_(bits >> 16)
+
+
+def fill_random(parameter: torch.Tensor, name: str, module_type: str, std: float, seed: int) -> None:
+    """Fill one parameter of a made-up target: biases 0, norms 1, all else from the seed and its name in the decoder."""
+    if name.endswith("bias"):
+        parameter.zero_()
+    elif "Norm" in module_type:
+        parameter.fill_(1.0)
+    else:
+        parameter.copy_(random_tensor(name, parameter.shape, std, seed, parameter.device, parameter.dtype))

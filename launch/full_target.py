@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from common.config import Config
-from common.weights import random_tensor, read_initializer_range
+from common.weights import fill_random, read_initializer_range
 from launch.generator import load_model
 
 
@@ -42,11 +42,5 @@ def _make_random(config: Config, folder: Path, device: torch.device, dtype: torc
     std, prefix = read_initializer_range(folder), f"{model.base_model_prefix}."
     for name, parameter in model.named_parameters():  # of a tied pair only the embedding
         module = model.get_submodule(name.rpartition(".")[0])
-        if name.endswith("bias"):
-            parameter.data.zero_()
-        elif "Norm" in type(module).__name__:
-            parameter.data.fill_(1.0)
-        else:
-            own_name = name.removeprefix(prefix)
-            parameter.data.copy_(random_tensor(own_name, parameter.shape, std, config.seed, device, dtype))
+        fill_random(parameter.data, name.removeprefix(prefix), type(module).__name__, std, config.seed)
     return model

@@ -14,7 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from common.config import Config
 from common.errors import ModelError
-from common.weights import find_tensor, random_tensor, read_initializer_range
+from common.weights import fill_random, find_tensor, read_initializer_range
 from services.target.capture import Capture
 
 
@@ -112,17 +112,8 @@ def _make_random(
         )
     for path, module in decoder.named_modules():
         for name, parameter in module.named_parameters(path, recurse=False):
-            _fill(parameter.data, name, type(module).__name__, std, seed)
+            fill_random(parameter.data, name, type(module).__name__, std, seed)
     return decoder
-
-
-def _fill(parameter: torch.Tensor, name: str, module_type: str, std: float, seed: int) -> None:
-    if name.endswith("bias"):
-        parameter.zero_()
-    elif "Norm" in module_type:
-        parameter.fill_(1.0)
-    else:
-        parameter.copy_(random_tensor(name, parameter.shape, std, seed, parameter.device, parameter.dtype))
 
 
 def _first_line(error: Exception) -> str:
