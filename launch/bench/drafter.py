@@ -15,19 +15,18 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
 from common.checksum import checksum
-from common.config import ActorsConfig, Config, DataConfig, DraftConfig, LayerType, ModelConfig, PlanConfig, TrainConfig
+from common.config import Config
 from common.copy_stream import CopyStream, mark_computation
 from common.layout import SlotLayout
 from common.memory import attach, create
 from common.pinned import register
-from common.target_shape import TargetShape
+from launch.bench.shapes import SHAPES, random_run
 from services.drafter.anchors import Blocks, choose_blocks
 from services.drafter.flops import batch_flops
 from services.drafter.model import DraftModel
@@ -36,43 +35,13 @@ from services.drafter.step import PackedBatch, block_loss, num_sums
 
 DEVICE = torch.device("cuda")
 GIB = 2**30
-S: LayerType = "sliding_attention"
-F: LayerType = "full_attention"
-SHAPES: dict[str, tuple[int, int, int, float, int, list[LayerType]]] = {  # H, I, V, theta, mask token, layers
-    "qwen3_6_27b": (5120, 17408, 248320, 1e7, 248070, [S, S, S, S, F]),
-    "qwen3_8b": (4096, 12288, 151936, 1e6, 151669, [F] * 5),
-}
 MIXED_LENGTHS = (0.07, 0.43, 0.2, 0.3)  # parts of a batch of four documents
 
 
 def make_config(shape: str, num_tokens: int, num_anchors: int, num_documents: int) -> Config:
-    """One of the two draft models that the reference figures are of."""
-    hidden, intermediate, vocabulary, theta, mask_token, layer_types = SHAPES[shape]
-    heads: Any = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": intermediate}
-    target = TargetShape(
-        model_type="qwen3",
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        num_hidden_layers=64,
-        rms_norm_eps=1e-6,
-        rope_theta=theta,
-        max_position_embeddings=40960,
-        tie_word_embeddings=False,
-        **heads,
-    )
-    draft = DraftConfig(
-        mask_token_id=mask_token, tap_layers=[1, 16, 31, 46, 61], layer_types=layer_types, sliding_window=2048, **heads
-    )
-    return Config(
-        model=ModelConfig(path="", random_init=True),
-        draft=draft,
-        data=DataConfig(),
-        plan=PlanConfig(bucket_lengths=[num_tokens], max_tokens_per_batch=num_tokens, batches_per_step=1),
-        targets=ActorsConfig(devices=["cuda"]),
-        drafters=ActorsConfig(devices=["cuda"]),
-        train=TrainConfig(anchors_per_document=num_anchors // num_documents, anchors_per_batch=num_anchors),
-        target_shape=target,
-    )
+    """The run of one of the two draft models that the reference figures are of."""
+    anchors = f"train.anchors_per_document={num_anchors // num_documents}", f"train.anchors_per_batch={num_anchors}"
+    return random_run(shape, num_tokens, [f"plan.max_samples_per_batch={num_documents}", *anchors])
 
 
 def make_batch(config: Config, lengths: list[int]) -> PackedBatch:
@@ -281,7 +250,7 @@ def _peak_gib() -> float:
 def main(arguments: list[str]) -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(prog="python -m launch.bench drafter")
-    parser.add_argument("--shape", choices=list(SHAPES), default="qwen3_6_27b")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3_6_27b")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--anchors", type=int, default=512)
     parser.add_argument("--documents", type=int, default=1)
