@@ -1,0 +1,274 @@
+"""The target's half of a run on one device: forward, pack, copy and publish, beside the bare forward and plain transformers.
+
+    python -m launch.bench target --shape qwen3_8b [--rows 8] [--length 2048] [--steps 5] [--repetitions 3] [--plain]
+        [--set KEY=VALUE ...]
+
+Random weights. A real exchange answers, in a process of its own; the slots are released as soon as they are
+granted. Rates are medians over interleaved repetitions in this process: the time from the end of one forward to the
+end of the next, on the device. `--plain` then frees the target and measures the whole model in transformers
+on the same rows, with the same weights. The shape `tiny` runs on a CPU.
+
+B rows, S padded length.
+"""
+
+import argparse
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from common.config import Config
+from common.dataset import Dataset
+from common.layout import SlotLayout
+from common.lifecycle import Actor
+from common.messages import Lease, Work
+from common.ring import RingWriter
+from common.weights import fill_random, read_initializer_range
+from launch.bench.drafter import gemm_rate
+from launch.bench.shapes import SHAPES, random_run
+from launch.drain import Drain
+from launch.stage import Stage
+from services.drafter.stopwatch import Stopwatch
+from services.target.model import TargetModel
+from services.target.publisher import Publisher
+from services.target.rows import TargetRows, read_rows
+
+GIB = 2**30
+Step = Callable[[Callable[[], None]], object]  # calls its argument when it is about to launch the forward
+
+
+class Timed(NamedTuple):
+    """Several batches, launched one after the other without waiting for the device."""
+
+    period_s: list[float]  # from the end of one batch to the end of the next, on the device
+    gap_s: list[float]  # of it, the device had nothing to do
+    host_s: list[float]  # in the calls of one batch, on the launching thread
+    first_host_s: float  # the same for the first batch, when nothing held it up
+
+
+class Half:
+    """What `services.target` does with a batch, one call at a time."""
+
+    def __init__(self, stage: Stage, num_rows: int) -> None:
+        config = stage.config
+        place = next(spec.place for spec in stage.topology.actors if spec.role == "target")
+        args = argparse.Namespace(run_dir=stage.run_dir, index=0, place=place, board_fd=stage.fds.board)
+        self.actor = Actor("target", args)
+        self.device = torch.device(config.targets.devices[0])
+        self._writer = RingWriter(stage.fds.rings[0], SlotLayout.of(config), config.ring.num_slots)
+        self._dataset = Dataset.open(Path(config.data.path))
+        self._ids = itertools.cycle(range(len(self._dataset.lengths)))
+        self._num_rows = num_rows
+        began = time.perf_counter()
+        self.model = TargetModel.load(config, self.device)
+        synchronize(self.device)
+        self.load_s = time.perf_counter() - began
+        plan_hash = self.actor.join().plan_hash
+        self.publisher = Publisher(self.actor, self._writer, config.ring.num_slots, self.device, plan_hash)
+
+    def publish(self, begin: Callable[[], None]) -> None:
+        """One batch, as the service does it."""
+        lease = self.actor.ask(Work(self.publisher.held()), self.publisher.idle_since)
+        assert isinstance(lease, Lease)
+        rows = read_rows(self._dataset, lease.sample_ids)
+        self.publisher.send(lease, rows, self._forward(rows, begin))
+
+    def compute(self, begin: Callable[[], None]) -> None:
+        """The forward of one batch, and nothing done with it."""
+        self._forward(self.next_rows(), begin)
+
+    def next_rows(self) -> TargetRows:
+        """A batch of the data set."""
+        return read_rows(self._dataset, [next(self._ids) for _ in range(self._num_rows)])
+
+    def settle(self) -> None:
+        """Wait until all that was launched is done and announced."""
+        synchronize(self.device)
+        while self.publisher.held():
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        """Leave the run."""
+        self.actor.stopping = True
+        self.actor.close()
+
+    def _forward(self, rows: TargetRows, begin: Callable[[], None]) -> list[torch.Tensor]:
+        input_ids = rows.input_ids.to(self.device, non_blocking=True)
+        begin()
+        return self.model.forward(input_ids)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure_steps(step: Step, num_steps: int, device: torch.device) -> Timed:
+    """Launch one batch more than asked for: the first finds the device idle and is not timed on it."""
+    synchronize(device)
+    host_s, watch = [], Stopwatch(device)
+    for number in range(num_steps + 1):
+        began = time.perf_counter()
+        step(lambda number=number: watch.lap(f"gap {number}"))  # type: ignore[misc]
+        host_s.append(time.perf_counter() - began)
+        watch.lap(f"work {number}")
+    synchronize(device)
+    laps_s = watch.laps_s()
+    gap_s = [laps_s[f"gap {number}"] for number in range(1, num_steps + 1)]
+    period_s = [gap + laps_s[f"work {number}"] for number, gap in enumerate(gap_s, 1)]
+    return Timed(period_s, gap_s, host_s[1:], host_s[0])
+
+
+def forward_flops(decoder: torch.nn.Module, num_rows: int, length: int) -> float:
+    """Of the matrix products of a forward: the linear layers, and the causal half of attention where a layer has it.
+
+    The recurrence of linear attention is not counted; it is small beside its projections.
+    """
+    linear = [module for module in decoder.modules() if isinstance(module, torch.nn.Linear)]
+    heads = [module for name, module in decoder.named_modules() if name.endswith("self_attn")]
+    per_pair = sum(4 * int(module.o_proj.in_features) for module in heads)
+    return num_rows * (2.0 * length * sum(module.weight.numel() for module in linear) + per_pair * length**2 / 2)
+
+
+def load_plain(config: Config, device: torch.device) -> Any:
+    """The whole model as transformers builds it, filled by the same rule as a made-up target."""
+    folder = Path(config.model.path)
+    text_config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config(decoder=True)
+    with device:
+        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            text_config, dtype=getattr(torch, config.model.dtype), attn_implementation="sdpa"
+        )
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(path, recurse=False):
+            own = name.removeprefix("model.")
+            fill_random(parameter.data, own, type(module).__name__, read_initializer_range(folder), config.seed)
+    return model.eval().requires_grad_(False)
+
+
+def measure(stage: Stage, options: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """The rows of the table, as they are measured."""
+    half = Half(stage, options.rows)
+    device, num_tokens = half.device, options.rows * options.length
+    yield "load", f"{half.load_s:.1f} s"
+    began = time.perf_counter()
+    half.publish(lambda: None)
+    half.settle()
+    yield "first batch, with whatever is tuned or compiled in it", f"{time.perf_counter() - began:.1f} s"
+    reset_peak(device)
+    measure_steps(half.publish, 2, device)
+    half.settle()
+    pairs = []
+    for _ in range(options.repetitions):
+        published = measure_steps(half.publish, options.steps, device)
+        half.settle()
+        pairs.append((published, measure_steps(half.compute, options.steps, device)))
+    published, bare = (merge(side) for side in zip(*pairs, strict=True))
+    rate, bare_rate = (num_tokens / statistics.median(timed.period_s) for timed in (published, bare))
+    ratios = [statistics.median(b.period_s) / statistics.median(a.period_s) for a, b in pairs]
+    forward_s = statistics.median(bare.period_s)
+    host_s = published.first_host_s
+    yield "tokens/s, published", f"{rate:.0f}"
+    yield "tokens/s, the same forward alone", f"{bare_rate:.0f}"
+    yield "published over alone (wanted 0.98)", f"{rate / bare_rate:.4f} ({', '.join(f'{ratio:.4f}' for ratio in ratios)})"
+    yield "device waits for the launching thread, of a forward (1 %)", f"{statistics.median(published.gap_s) / forward_s:.2%}"
+    yield "launching a batch on an idle device", f"{host_s * 1e3:.1f} ms, {host_s / forward_s:.1%} of a forward"
+    ahead_s = max(0.0, statistics.median(published.host_s) - host_s)
+    yield "launching thread held back while the device works", f"{ahead_s * 1e3:.1f} ms a batch (as far ahead as it may be)"
+    if device.type == "cuda":
+        yield "peak memory", f"{torch.cuda.max_memory_allocated() / GIB:.2f} GiB"
+        yield from utilisation(half, options, forward_s)
+    half.close()
+    if options.plain:
+        rows = half.next_rows()
+        del half, published, bare, pairs
+        yield from measure_plain(stage.config, rows, options, rate)
+
+
+def merge(side: Sequence[Timed]) -> Timed:
+    """All repetitions as one."""
+    return Timed(
+        period_s=[period_s for timed in side for period_s in timed.period_s],
+        gap_s=[gap_s for timed in side for gap_s in timed.gap_s],
+        host_s=[host_s for timed in side for host_s in timed.host_s],
+        first_host_s=statistics.median(timed.first_host_s for timed in side),
+    )
+
+
+def utilisation(half: Half, options: argparse.Namespace, forward_s: float) -> Iterator[tuple[str, str]]:
+    """How much of the device's rate of matrix products the forward reaches."""
+    flops = forward_flops(half.model.decoder, options.rows, options.length)
+    rate = gemm_rate(half.actor.config, options.rows * options.length)
+    yield "arithmetic of a forward", f"{flops / 1e12:.1f} TFLOP"
+    yield "rate of a matrix product of this many rows", f"{rate / 1e12:.0f} TFLOP/s"
+    yield "utilisation of the forward", f"{flops / forward_s / rate:.1%}"
+
+
+def measure_plain(config: Config, rows: TargetRows, options: argparse.Namespace, rate: float) -> Iterator[tuple[str, str]]:
+    """The whole model with all hidden states, with and without logits for every token."""
+    device, num_tokens = torch.device(config.targets.devices[0]), options.rows * options.length
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    model, input_ids = load_plain(config, device), rows.input_ids.to(device)
+    for what, keep in (("plain transformers, whole model", 0), ("the same with logits of the last token only", 1)):
+
+        @torch.inference_mode()
+        def step(begin: Callable[[], None], keep: int = keep) -> None:
+            begin()
+            model(input_ids=input_ids, output_hidden_states=True, use_cache=False, logits_to_keep=keep)
+
+        measure_steps(step, 1, device)
+        reset_peak(device)
+        timed = [measure_steps(step, options.steps, device) for _ in range(options.repetitions)]
+        plain_rate = num_tokens / statistics.median(merge(timed).period_s)
+        yield f"tokens/s, {what}", f"{plain_rate:.0f}"
+        yield "published over it (wanted: 1.25 for 8B, 1.15 for 27B)", f"{rate / plain_rate:.3f}"
+        if device.type == "cuda":
+            yield "peak memory of it", f"{torch.cuda.max_memory_allocated() / GIB:.2f} GiB"
+
+
+def reset_peak(device: torch.device) -> None:
+    """Count peak memory from here."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
+def main(arguments: list[str]) -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(prog="python -m launch.bench target", description=__doc__)
+    parser.add_argument("--shape", choices=[*SHAPES, "tiny"], default="qwen3_8b")
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=5, help="batches of a repetition")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--plain", action="store_true", help="also the whole model in transformers")
+    parser.add_argument("--set", dest="overrides", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
+    options = parser.parse_args(arguments)
+    device = "cpu" if options.shape == "tiny" else "cuda"
+    if device == "cuda" and not torch.cuda.is_available():
+        print("bench target: needed a CUDA GPU, found none")
+        return 2
+    settings = [
+        f"plan.max_tokens_per_batch={options.rows * options.length}",
+        f"plan.max_samples_per_batch={options.rows}",
+        "plan.epochs=100000",
+        f'targets.devices=["{device}"]',
+        'drafters.devices=["cpu"]',
+        *options.overrides,
+    ]
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    print(f"{name}, torch {torch.__version__}, {' '.join(arguments)}", flush=True)
+    with Stage(random_run(options.shape, options.length, settings), "target") as stage:
+        stage.await_ready(stage.start("exchange"))
+        drain = Drain(stage.run_dir)
+        for what, value in measure(stage, options):
+            print(f"{what:58} {value}", flush=True)
+        drain.close()
+    return 0

@@ -1,0 +1,61 @@
+"""The measurement of the target's half, on a CPU and the tiny shape: what it compares is comparable."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaModel
+
+from launch.bench import target
+from launch.bench.shapes import random_run
+from services.target.model import TargetModel
+
+CPU = torch.device("cpu")
+
+
+def test_the_table_has_every_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--shape", "tiny", "--rows", "2", "--length", "16", "--steps", "2", "--repetitions", "1", "--plain"]
+    assert target.main(arguments) == 0
+    rates = dict(re.findall(r"^tokens/s, (.*?)  +(\d+)$", capsys.readouterr().out, re.MULTILINE))
+    assert list(rates) == [
+        "published",
+        "the same forward alone",
+        "plain transformers, whole model",
+        "the same with logits of the last token only",
+    ]
+    assert all(int(rate) > 0 for rate in rates.values())
+
+
+def test_the_plain_model_is_the_target_with_all_its_layers() -> None:
+    config = random_run("tiny", 16)
+    input_ids = torch.arange(2 * 16).view(2, 16) % config.shape.vocab_size
+    taps = TargetModel.load(config, CPU).forward(input_ids)
+    plain = target.load_plain(config, CPU)
+    with torch.inference_mode():
+        hidden_states = plain(input_ids=input_ids, output_hidden_states=True, use_cache=False).hidden_states
+    assert len(hidden_states) == config.shape.num_hidden_layers + 1
+    for layer, tap in zip(config.draft.tap_layers, taps, strict=True):
+        assert torch.equal(hidden_states[layer + 1], tap)
+
+
+def test_arithmetic_of_a_forward() -> None:
+    heads: Any = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
+    decoder = LlamaModel(LlamaConfig(vocab_size=10, hidden_size=8, intermediate_size=16, num_hidden_layers=3, **heads))
+    projections = 8 * (16 + 8 + 8 + 16) + 3 * 8 * 16
+    pairs = 5 * 5 / 2
+    assert target.forward_flops(decoder, 2, 5) == 2 * 3 * (2 * 5 * projections + pairs * 2 * 2 * 16)
+
+
+def test_a_batch_that_finds_the_device_idle_is_not_timed() -> None:
+    calls = []
+
+    def step(begin: Callable[[], None]) -> None:
+        begin()
+        calls.append("launched")
+
+    timed = target.measure_steps(step, 3, CPU)
+    assert len(calls) == 4
+    assert len(timed.period_s) == len(timed.gap_s) == len(timed.host_s) == 3
+    assert all(0 <= gap_s <= period_s for gap_s, period_s in zip(timed.gap_s, timed.period_s, strict=True))
