@@ -22,7 +22,7 @@ from common.dataset import Dataset
 from common.errors import DataError, HeadraceError
 from launch.chat import load_tokenizer, render
 from launch.full_target import load_full_target, stop_tokens
-from services.drafter.export import load_export
+from services.drafter.drafter_folder import load_drafter
 from services.drafter.speculate import Decoding, greedy, speculate
 
 COLUMN_WIDTH = 56
@@ -35,7 +35,7 @@ def evaluate(config: Config, export: Path, prompts: list[Prompt], max_new_tokens
     Raises:
         HeadraceError: the target or the export is missing or damaged.
     """
-    draft, target = load_export(export, config).to(device), load_full_target(config, device)
+    draft, target = load_drafter(export, config).to(device), load_full_target(config, device)
     tokenizer, stops = find_tokenizer(config), stop_tokens(target)
     pairs = []
     for name, prompt in prompts:

@@ -1,7 +1,4 @@
-"""A trained draft model as the files that inference engines load (dflash.md section 5).
-
-Shapes: H hidden, I intermediate, K taps, D head_dim, Hq query heads, Hkv key and value heads.
-"""
+"""A trained draft model as the files that inference engines load (dflash.md section 5)."""
 
 import json
 from collections.abc import Mapping
@@ -10,15 +7,15 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from common.config import Config
 from common.errors import CheckpointError
+from services.drafter.drafter_folder import CONFIG, differing_shapes, read_drafter, tensor_shapes
 from services.drafter.durable_folder import durable_folder
-from services.drafter.model import DraftModel
 
-WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
+WEIGHTS, CARD = "model.safetensors", "README.md"
 ARCHITECTURES = ["DFlashDraftModel"]
 
 
@@ -43,47 +40,7 @@ def export(folder: Path, config: Config, weights: Mapping[str, Tensor], step: in
         (aside / CONFIG).write_text(json.dumps(engine_config(config), indent=2) + "\n")
         (aside / CARD).write_text(_card(config, step, acceptance_length))
         _write_weights(aside / WEIGHTS, rounded)
-        _check_bytes(folder, _read_weights(aside / WEIGHTS), rounded)
-
-
-def load_export(folder: Path, config: Config) -> DraftModel:
-    """Read an export back as a draft model in `config.draft.dtype`, on the CPU.
-
-    Raises:
-        CheckpointError: unreadable, or not the draft model of `config`; the message has both values.
-    """
-    needed, found = engine_config(config), _read_config(folder / CONFIG)
-    for key, value in needed.items():
-        if found.get(key) != value:
-            raise CheckpointError(f"{folder / CONFIG}: {key}: needed {value}, found {found.get(key)}")
-    weights = _read_weights(folder / WEIGHTS)
-    _check_shapes(folder, weights, tensor_shapes(config))
-    model = DraftModel(config)
-    model.load_state_dict(weights)
-    return model.eval()
-
-
-def tensor_shapes(config: Config) -> dict[str, list[int]]:
-    """Every tensor of the file and its shape: 3 and 11 per layer, 58 for five layers."""
-    draft, hidden, intermediate = config.draft, config.shape.hidden_size, config.draft.intermediate_size
-    query, key = draft.num_attention_heads * draft.head_dim, draft.num_key_value_heads * draft.head_dim
-    layer = {
-        "input_layernorm": [hidden],
-        "self_attn.q_proj": [query, hidden],
-        "self_attn.k_proj": [key, hidden],
-        "self_attn.v_proj": [key, hidden],
-        "self_attn.o_proj": [hidden, query],
-        "self_attn.q_norm": [draft.head_dim],
-        "self_attn.k_norm": [draft.head_dim],
-        "post_attention_layernorm": [hidden],
-        "mlp.gate_proj": [intermediate, hidden],
-        "mlp.up_proj": [intermediate, hidden],
-        "mlp.down_proj": [hidden, intermediate],
-    }
-    shapes = {"fc.weight": [hidden, len(draft.tap_layers) * hidden], "hidden_norm.weight": [hidden]}
-    for index in range(draft.num_layers):
-        shapes |= {f"layers.{index}.{name}.weight": shape for name, shape in layer.items()}
-    return shapes | {"norm.weight": [hidden]}
+        _check_reading(aside, config, rounded)
 
 
 def engine_config(config: Config) -> dict[str, Any]:
@@ -163,16 +120,6 @@ def _check_replaceable(folder: Path) -> None:
         raise CheckpointError(f"{folder}: needed a new folder or an earlier export, found something else")
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = json.loads(path.read_text())
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not JSON: {error}") from error
-    return content
-
-
 def _write_weights(path: Path, weights: dict[str, Tensor]) -> None:
     try:
         save_file(weights, path, metadata={"format": "pt"})
@@ -180,24 +127,16 @@ def _write_weights(path: Path, weights: dict[str, Tensor]) -> None:
         raise CheckpointError(f"{path}: not written: {error}") from error
 
 
-def _read_weights(path: Path) -> dict[str, Tensor]:
-    try:
-        weights: dict[str, Tensor] = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    return weights
+def _check_shapes(folder: Path, weights: Mapping[str, Tensor], needed: dict[str, list[int]]) -> None:
+    if lines := differing_shapes(needed, {name: list(weight.shape) for name, weight in weights.items()}):
+        raise CheckpointError(f"{folder}: {'; '.join(lines)}")
 
 
-def _check_shapes(folder: Path, weights: Mapping[str, Tensor], needed: Mapping[str, list[int]]) -> None:
-    found = {name: list(weight.shape) for name, weight in weights.items()}
-    for name in sorted(needed.keys() | found.keys()):
-        if needed.get(name) != found.get(name):
-            raise CheckpointError(f"{folder}: tensor {name}: needed {needed.get(name)}, found {found.get(name)}")
-
-
-def _check_bytes(folder: Path, found: Mapping[str, Tensor], needed: Mapping[str, Tensor]) -> None:
-    _check_shapes(folder, found, {name: list(weight.shape) for name, weight in needed.items()})
-    for name, weight in needed.items():
-        same = found[name].dtype == weight.dtype and torch.equal(found[name].view(torch.int16), weight.view(torch.int16))
-        if not same:
+def _check_reading(folder: Path, config: Config, needed: Mapping[str, Tensor]) -> None:
+    """What was written must say what `config` says, and hold the same bytes."""
+    drafter = read_drafter(folder)
+    if misfits := drafter.misfits(config):
+        raise CheckpointError(f"{folder}: reads back as another drafter: {'; '.join(misfits)}")
+    for name, found in drafter.weights().items():
+        if not torch.equal(found, needed[name].float()):
             raise CheckpointError(f"{folder}: tensor {name}: read back other bytes than were written; the disk is at fault")

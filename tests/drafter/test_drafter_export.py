@@ -14,7 +14,8 @@ from transformers import AutoConfig
 
 from common.config import Config
 from common.errors import CheckpointError
-from services.drafter.export import export, load_export
+from services.drafter.drafter_folder import load_drafter
+from services.drafter.export import export
 from services.drafter.model import DraftModel
 from services.drafter.speculate import BlockDrafter, speculate
 
@@ -60,7 +61,7 @@ def test_reloads_to_the_rounded_weights_and_the_same_blocks(tmp_path: Path, tiny
     config, target = tiny
     draft = spread(DraftModel(config))
     export(tmp_path / "out", config, draft.state_dict(), step=1, acceptance_length=None)
-    reloaded = load_export(tmp_path / "out", config)
+    reloaded = load_drafter(tmp_path / "out", config)
     rounded = DraftModel(config)
     rounded.load_state_dict({name: weight.bfloat16().float() for name, weight in draft.state_dict().items()})
 
@@ -129,10 +130,10 @@ def test_export_of_another_draft_is_refused(tmp_path: Path, tiny: tuple[Config, 
     export(tmp_path / "out", config, DraftModel(config).state_dict(), step=1, acceptance_length=None)
     other = msgspec.structs.replace(config, draft=msgspec.structs.replace(config.draft, block_size=9))
     with pytest.raises(CheckpointError, match="block_size: needed 9, found 4"):
-        load_export(tmp_path / "out", other)
+        load_drafter(tmp_path / "out", other)
     (tmp_path / "out/model.safetensors").write_bytes(b"nothing")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read"):
-        load_export(tmp_path / "out", config)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: needed a safetensors file"):
+        load_drafter(tmp_path / "out", config)
 
 
 def test_a_folder_that_is_no_export_is_left_alone(tmp_path: Path, tiny: tuple[Config, Any]) -> None:
@@ -157,5 +158,5 @@ def test_a_full_disk_leaves_the_old_export(tmp_path: Path, tiny: tuple[Config, A
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "steps: 1\n" in (tmp_path / "out/README.md").read_text()
-    load_export(tmp_path / "out", config)
+    load_drafter(tmp_path / "out", config)
     assert not list(tmp_path.glob("*.partial"))

@@ -21,7 +21,7 @@ from launch import evaluate, export
 from launch.full_target import load_full_target, stop_tokens
 from launch.synthetic import write_synthetic
 from services.drafter.checkpoint import Checkpoint, draft_identity, save
-from services.drafter.export import load_export
+from services.drafter.drafter_folder import load_drafter
 from services.drafter.frozen import load_embedding_and_head
 from services.drafter.model import DraftModel
 from services.drafter.speculate import Decoding
@@ -100,7 +100,7 @@ def test_export_takes_the_step_asked_for(run_dir: Path) -> None:
     for step, out in ((None, "newest"), (1, "first")):
         export.run(run_dir, run_dir / out, step)
         first: Any = DraftModel(config).norm.weight
-        assert torch.equal(load_export(run_dir / out, config).norm.weight, first + (step or 2))
+        assert torch.equal(load_drafter(run_dir / out, config).norm.weight, first + (step or 2))
         assert f"acceptance length: 1.0{step or 2}0" in (run_dir / out / "README.md").read_text()
     with pytest.raises(CheckpointError, match="step-00000007"):
         export.run(run_dir, run_dir / "third", 7)

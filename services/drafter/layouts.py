@@ -1,0 +1,158 @@
+"""The layouts in which drafter folders come, one table each; where a folder says what, and under which tensor names.
+
+dflash        z-lab, SpecForge and this project: Qwen3's keys at the top, the drafter's own in `dflash_config`
+speculators   vllm-project/speculators: Qwen3's keys in `transformer_layer_config`, tap ids one higher
+torchspec     lightseekorg/TorchSpec: the keys of dflash or flat ones, three tensors under other names
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+Content = dict[str, Any]  # of a config.json
+Foreign = tuple[str, Any, Any]  # place, needed value, found value
+Places = dict[str, tuple[str, ...]]  # our key -> dotted places in config.json; the first that is there counts
+
+_DECODER = {
+    "num_layers": ("num_hidden_layers",),
+    "layer_types": ("layer_types",),
+    "sliding_window": ("sliding_window",),
+    "vocab_size": ("vocab_size",),
+    "hidden_size": ("hidden_size",),
+    "intermediate_size": ("intermediate_size",),
+    "num_attention_heads": ("num_attention_heads",),
+    "num_key_value_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "rms_norm_eps": ("rms_norm_eps",),
+    "rope_theta": ("rope_parameters.rope_theta", "rope_theta", "rope_scaling.rope_theta"),
+}
+_DFLASH_OWN = {
+    "block_size": ("dflash_config.block_size", "block_size"),
+    "mask_token_id": ("dflash_config.mask_token_id", "mask_token_id"),
+    "tap_layers": ("dflash_config.target_layer_ids", "target_layer_ids"),
+    "num_hidden_layers": ("num_target_layers",),
+}
+_SPECULATORS_OWN = {
+    "block_size": ("block_size",),
+    "mask_token_id": ("mask_token_id",),
+    "tap_layers": ("aux_hidden_state_layer_ids",),
+    "draft_vocab_size": ("draft_vocab_size",),
+}
+_SPECULATORS_WINDOW = ("layer_types", "sliding_window")  # vLLM lets these at the top override the nested ones
+
+
+class Layout(NamedTuple):
+    """One way to write a drafter down."""
+
+    name: str
+    places: Places
+    decoder: str  # dotted place of Qwen3's keys; "" at the top
+    tap_offset: int  # its tap ids over ours
+    renamed: dict[str, str]  # its tensors -> ours
+
+
+def _nested(places: Places, under: str) -> Places:
+    return {key: tuple(f"{under}.{place}" for place in found) for key, found in places.items()}
+
+
+_IN_SPECULATORS = _nested(_DECODER, "transformer_layer_config")
+_WINDOW = {key: (key, *_IN_SPECULATORS[key]) for key in _SPECULATORS_WINDOW}
+
+DFLASH = Layout("dflash", _DECODER | _DFLASH_OWN, "", 0, {})
+SPECULATORS = Layout("speculators", _IN_SPECULATORS | _WINDOW | _SPECULATORS_OWN, "transformer_layer_config", 1, {})
+TORCHSPEC = Layout(
+    "torchspec",
+    _DECODER | _DFLASH_OWN | {"num_hidden_layers": ("target_num_hidden_layers", "num_target_layers")},
+    "",
+    0,
+    {"context_proj.weight": "fc.weight", "context_norm.weight": "hidden_norm.weight", "final_norm.weight": "norm.weight"},
+)
+
+# The target's own, which some projects save with the drafter: never read.
+TARGETS_TENSORS = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight")
+
+# What others can switch on and this draft model does not compute: the only value each may have where it is stated.
+FIXED_IN_DECODER: Content = {
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "partial_rotary_factor": 1.0,
+    "is_neox_style": True,
+    "rope_is_neox_style": True,
+    "rope_parameters.rope_type": "default",
+    "rope_parameters.partial_rotary_factor": 1.0,
+    "rope_parameters.mrope_section": None,
+    "rope_scaling.rope_type": "default",
+    "rope_scaling.type": "default",
+}
+FIXED: Content = {
+    "dflash_config.use_swa": False,
+    "dflash_config.attention_sink_bias": False,
+    "dflash_config.attention_mode": "gqa",
+    "dflash_config.attention_modes": None,
+    "dflash_config.projector_type": "dflash",
+    "dflash_config.shift_label": False,
+    "projector_type": "dflash",
+    "shift_label": False,
+    "sample_from_anchor": False,
+    "markov_rank": 0,
+    "enable_confidence_head": False,
+}
+_CAUSAL = ("is_causal", "dflash_config.causal")  # one value for all layers; absent: sliding layers are causal, full ones not
+_NON_CAUSAL_WINDOW = "sliding_window_non_causal"
+
+
+def detect(content: Content, tensor_names: set[str]) -> Layout:
+    """Which layout a folder has; anything unknown is read as dflash, so that what it lacks is named."""
+    if "speculators_model_type" in content or "transformer_layer_config" in content:
+        return SPECULATORS
+    return TORCHSPEC if tensor_names & TORCHSPEC.renamed.keys() else DFLASH
+
+
+def look_up(content: Content, place: str) -> Any:
+    """The value at a dotted place; None where there is none."""
+    value: Any = content
+    for key in place.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def read_settings(content: Content, layout: Layout) -> Content:
+    """What a folder states, under our keys; absent ones are left out, and what follows by Qwen3's defaults is filled in."""
+    found = {key: next(_stated(content, places), None) for key, places in layout.places.items()}
+    settings = {key: value for key, value in found.items() if value is not None}
+    heads, num_layers = settings.get("num_attention_heads"), settings.get("num_layers")
+    settings.setdefault("rms_norm_eps", 1e-6)
+    if heads:
+        settings.setdefault("num_key_value_heads", heads)
+        if "hidden_size" in settings:
+            settings.setdefault("head_dim", settings["hidden_size"] // heads)
+    if num_layers is not None:
+        settings.setdefault("layer_types", ["full_attention"] * num_layers)
+    if "sliding_attention" not in settings.get("layer_types", ()):
+        settings["sliding_window"] = 0
+    if "tap_layers" in settings:
+        settings["tap_layers"] = [layer - layout.tap_offset for layer in settings["tap_layers"]]
+    return settings
+
+
+def find_foreign(content: Content, layout: Layout) -> list[Foreign]:
+    """What a folder states that this draft model does not compute."""
+    prefix = f"{layout.decoder}." if layout.decoder else ""
+    fixed = FIXED | {prefix + place: value for place, value in FIXED_IN_DECODER.items()}
+    foreign = _find_others(content, fixed)
+    for key in ("rope_theta", "block_size"):  # two places that contradict each other: engines differ in which they read
+        values = list(_stated(content, layout.places[key]))
+        foreign += [(key, "one value", values)] if len(set(values)) > 1 else []
+    sliding = [kind == "sliding_attention" for kind in read_settings(content, layout).get("layer_types", ())]
+    if any(sliding):
+        foreign += _find_others(content, {_NON_CAUSAL_WINDOW: False, f"{prefix}use_sliding_window": True})
+    causal = [(place, value) for place in _CAUSAL if (value := look_up(content, place)) is not None]
+    return foreign + [(place, sliding, value) for place, value in causal if any(bool(value) != kind for kind in sliding)]
+
+
+def _stated(content: Content, places: tuple[str, ...]) -> Iterator[Any]:
+    return (value for place in places if (value := look_up(content, place)) is not None)
+
+
+def _find_others(content: Content, fixed: Content) -> list[Foreign]:
+    found = [(place, needed, look_up(content, place)) for place, needed in fixed.items()]
+    return [(place, needed, value) for place, needed, value in found if value is not None and value != needed]
