@@ -50,7 +50,8 @@ def hold(script: Script) -> Generator[History, Answer, Row]:
 
 def key_of(script: Script, settings: dict[str, Any]) -> str:
     """SHA-256 of what is asked and how."""
-    content = json.dumps([script.turns, script.tools, settings], sort_keys=True)
+    asked = [script.turns, script.tools, settings] + ([script.category] if script.category else [])
+    content = json.dumps(asked, sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()
 
 
@@ -59,7 +60,8 @@ def _without_weight(message: Message) -> Message:
 
 
 def _to_row(script: Script, messages: list[Message], answers: list[Answer]) -> Row:
-    row: Row = {"messages": messages}
+    row: Row = {"category": script.category} if script.category else {}
+    row["messages"] = messages
     if script.tools:
         row["tools"] = script.tools
     ids = [{"prompt_ids": answer.prompt_ids, "answer_ids": answer.ids} for answer in answers]
@@ -68,10 +70,30 @@ def _to_row(script: Script, messages: list[Message], answers: list[Answer]) -> R
     return row | {"finished": answers[-1].finished}
 
 
+class Written(NamedTuple):
+    """What a file of answers holds."""
+
+    num_rows: int = 0
+    num_finished: int = 0
+    num_with_ids: int = 0
+    num_tokens: int = 0  # of the answers whose ids are known
+
+    def with_row(self, row: Row) -> "Written":
+        """One row more."""
+        parts = [part for part in row.get("answers", [row]) if "answer_ids" in part]
+        return Written(
+            self.num_rows + 1,
+            self.num_finished + row["finished"],
+            self.num_with_ids + bool(parts),
+            self.num_tokens + sum(len(part["answer_ids"]) for part in parts),
+        )
+
+
 class AnswerFile:
     """JSON lines with a `key` each, appended as they come, put in order at the end.
 
-    <out>.partial holds what is there so far; <out> is written in one piece. Rows of both are found again by their key.
+    <out>.partial holds what is there so far; <out> is written in one piece. Rows of both are found again by their key;
+    only keys and places are kept in memory.
     """
 
     def __init__(self, out: Path) -> None:
@@ -94,22 +116,22 @@ class AnswerFile:
         self._file.flush()
         self._places[key] = (self._partial, place)
 
-    def finish(self, keys: Iterable[str]) -> list[Row]:
-        """Write the rows of these keys in this order, as far as they are there; returns them without their texts."""
+    def finish(self, keys: Iterable[str]) -> Written:
+        """Write the rows of these keys in this order, as far as they are there."""
         self.close()
         aside = self._out.with_name(f".{self._out.name}.new")
-        summary = []
+        written = Written()
         with aside.open("wb") as sink:
             for key in keys:
                 if key in self._places:
                     line = self._read_line(key)
                     sink.write(line)
-                    summary.append({name: value for name, value in json.loads(line).items() if name != "messages"})
+                    written = written.with_row(json.loads(line))
             sink.flush()
             os.fsync(sink.fileno())
         aside.replace(self._out)
         self._partial.unlink()
-        return summary
+        return written
 
     def close(self) -> None:
         """Keep what is there for the next time."""

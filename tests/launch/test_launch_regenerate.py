@@ -2,6 +2,8 @@
 
 import json
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,11 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 from common.dataset import Dataset
 from common.errors import DataError
 from launch import prepare, regenerate
+from launch.answers import AnswerFile
 from launch.chat import render
-from launch.prompts import find_human_eval, read_scripts
+from launch.generator import Generator, load_model
+from launch.prompts import Script, find_human_eval, read_scripts
+from launch.regenerate import Batches
 from tests.launch.tiny_chat_model import save_chat_model
 
 PROMPTS = ["a", "What is the longest of these prompts?", "Why?", "Tell me", "one more"]
@@ -126,8 +131,52 @@ def test_what_was_answered_is_not_answered_again(
     assert run(folder, prompts, out, "--batch-size", "2") == rows
 
 
+def test_prompts_are_taken_window_by_window(
+    model: tuple[Path, PreTrainedTokenizerBase], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is in memory does not grow with their number."""
+    folder, tokenizer = model
+    monkeypatch.setattr(regenerate, "WINDOW_BATCHES", 1)
+    taken: list[str] = []
+
+    def scripts() -> Iterator[tuple[str, Script]]:
+        for prompt in PROMPTS:
+            taken.append(prompt)
+            yield prompt, Script([{"role": "user", "content": prompt}, None])
+
+    def load() -> Generator:
+        return Generator(folder, tokenizer, torch.device("cpu"), 2)
+
+    done = AnswerFile(tmp_path / "out.jsonl")
+    answers = Batches(load, tokenizer, 2).answer(scripts(), done)
+    assert [(prompt, len(taken)) for prompt, _ in answers] == list(zip(PROMPTS, [2, 2, 4, 4, 5], strict=True))
+    done.close()
+
+
+def test_a_category_is_handed_on(model: tuple[Path, PreTrainedTokenizerBase], tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(
+        "".join(json.dumps({"prompt": "a", **more}) + "\n" for more in ({"category": "maths"}, {}, {"category": 3}))
+    )
+    assert [row.get("category") for row in run(model[0], str(path), tmp_path / "out.jsonl")] == ["maths", None, None]
+
+
+def test_the_dtype_is_that_of_the_files_unless_another_is_asked_for(
+    model: tuple[Path, PreTrainedTokenizerBase], tmp_path: Path
+) -> None:
+    """Answers of one type are not taken for those of another."""
+    assert load_model(model[0], torch.device("cpu")).dtype == torch.float32
+    assert load_model(model[0], torch.device("cpu"), torch.bfloat16).dtype == torch.bfloat16
+    prompts, out = write_prompts(tmp_path), tmp_path / "out.jsonl"
+    keys = [{row["key"] for row in run(model[0], prompts, out, *options)} for options in ([], ["--dtype", "bfloat16"])]
+    assert not keys[0] & keys[1]
+
+
 def read_turns(path: Path) -> list[list[str | None]]:
-    return [[None if turn is None else turn["content"] for turn in script.turns] for script in read_scripts(str(path))[0]]
+    return [
+        [None if turn is None else turn["content"] for turn in script.turns]
+        for script in read_scripts(str(path), None, Counter())
+    ]
 
 
 def test_prompts_are_read_from_any_of_the_forms(tmp_path: Path) -> None:
@@ -139,12 +188,13 @@ def test_prompts_are_read_from_any_of_the_forms(tmp_path: Path) -> None:
 
 
 def test_human_eval_is_read_from_its_package_without_importing_it() -> None:
-    scripts, unusable = read_scripts("human-eval")
+    unusable: Counter[str] = Counter()
+    scripts = list(read_scripts("human-eval", None, unusable))
     assert not unusable
     assert len(scripts) == 164
     assert "human_eval" not in sys.modules
-    for turns, tools in scripts:
-        assert tools is None and len(turns) == 2 and turns[1] is None
+    for turns, tools, category in scripts:
+        assert tools is None and category is None and len(turns) == 2 and turns[1] is None
         assert turns[0] is not None and "def " in turns[0]["content"]
     assert find_human_eval().suffix == ".gz"
 
@@ -175,9 +225,9 @@ def test_rows_without_anything_to_answer_are_counted_and_left_out(
 def test_no_prompt_at_all_is_an_error(tmp_path: Path, content: str, found: str) -> None:
     (tmp_path / "prompts.jsonl").write_text(content)
     with pytest.raises(DataError, match=rf"prompts\.jsonl: needed at least one row with messages, .* found {found}"):
-        read_scripts(str(tmp_path / "prompts.jsonl"))
+        list(read_scripts(str(tmp_path / "prompts.jsonl"), None, Counter()))
 
 
 def test_a_missing_file_of_prompts_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"absent\.jsonl: needed a file or a folder, found none"):
-        read_scripts(str(tmp_path / "absent.jsonl"))
+        list(read_scripts(str(tmp_path / "absent.jsonl"), None, Counter()))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from common.dataset import Dataset
@@ -12,7 +13,7 @@ from common.errors import ModelError
 from common.target_shape import read_target_shape
 from launch import prepare
 from launch.chat import load_tokenizer, render
-from launch.smollm2 import DEFAULT_FOLDER, convert
+from launch.smollm2 import DEFAULT_FOLDER, convert, find_gguf
 from tests.launch.supervised import read_supervised, read_text
 
 pytestmark = pytest.mark.real_model
@@ -42,6 +43,28 @@ def test_a_folder_that_is_there_is_left_alone(folder: Path) -> None:
     before = (folder / "model.safetensors").stat()
     assert convert(folder) is False
     assert (folder / "model.safetensors").stat() == before
+
+
+def test_a_file_is_unpacked_like_the_package(folder: Path, tmp_path: Path) -> None:
+    assert convert(tmp_path / "model", find_gguf()) is True
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / "model" / name).read_text() == (folder / name).read_text()
+    first, second = (
+        load_file(path / "model.safetensors")["model.layers.7.mlp.up_proj.weight"] for path in (folder, tmp_path / "model")
+    )
+    assert torch.equal(first, second)
+
+
+def test_what_is_no_gguf_file_leaves_nothing_behind(tmp_path: Path) -> None:
+    whole = find_gguf().read_bytes()
+    for name, content, needed in (("page", b"<html>", "needed a GGUF file"), ("part", whole[: len(whole) // 2], "cut short")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ModelError, match=needed):
+            convert(tmp_path / "model", tmp_path / name)
+        (tmp_path / name).unlink()
+    with pytest.raises(ModelError, match="absent: cannot be read: No such file or directory"):
+        convert(tmp_path / "model", tmp_path / "absent")
+    assert not list(tmp_path.iterdir())
 
 
 def test_another_folder_is_not_overwritten(tmp_path: Path) -> None:
