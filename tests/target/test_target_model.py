@@ -19,6 +19,10 @@ from transformers import (
     Qwen3_5ForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
 )
 
 from common import config as configuration
@@ -47,6 +51,13 @@ HYBRID = SHAPE | {
     "linear_value_head_dim": 8,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention", "linear_attention"],
 }
+EXPERTS: dict[str, Any] = {
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
 
 
@@ -56,12 +67,19 @@ def make_model(kind: str) -> PreTrainedModel:
             return LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True))
         case "qwen3":
             return Qwen3ForCausalLM(Qwen3Config(**SHAPE, sliding_window=None))
+        case "hybrid with experts":
+            return Qwen3NextForCausalLM(Qwen3NextConfig(**HYBRID, **EXPERTS))
+        case "multimodal":
+            return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=SHAPE | ROPE, vision_config=VISION))
         case "hybrid in a multimodal wrapper":
             return Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=HYBRID, vision_config=VISION))
     raise AssertionError(kind)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "hybrid in a multimodal wrapper"])
+KINDS = ["llama", "qwen3", "multimodal", "hybrid with experts", "hybrid in a multimodal wrapper"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
     """A whole random model, and the folder it was saved in."""
     torch.manual_seed(3)
@@ -237,6 +255,51 @@ def test_a_tensor_of_another_shape_is_an_error(llama_folder: Path) -> None:
         TargetModel.load(make_config(llama_folder, [1]), CPU)
     with pytest.raises(ModelError, match=r"needed model\.embed_tokens\.weight \[96, 32\], found \[3, 32\]"):
         load_embedding_and_head(make_config(llama_folder, [1]), CPU)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 100, 4000])
+def test_a_truncated_file_is_named(llama_folder: Path, num_bytes: int) -> None:
+    path = llama_folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:num_bytes])
+    with pytest.raises(ModelError, match=r"llama.*(needed a safetensors file|cannot be loaded)"):
+        TargetModel.load(make_config(llama_folder, [1]), CPU)
+
+
+def test_a_shard_that_is_missing_or_damaged_is_an_error(tmp_path: Path) -> None:
+    model = make_model("llama")
+    model.save_pretrained(tmp_path / "llama", max_shard_size="20KB")
+    shards = sorted((tmp_path / "llama").glob("model-*.safetensors"))
+    assert len(shards) > 2
+    config = make_config(tmp_path / "llama", [4])
+    shards[1].write_bytes(shards[1].read_bytes()[:-1])
+    with pytest.raises(ModelError, match="llama cannot be loaded"):
+        TargetModel.load(config, CPU)
+    shards[1].unlink()
+    with pytest.raises(ModelError, match="llama cannot be loaded"):
+        TargetModel.load(config, CPU)
+
+
+def test_weights_in_the_dtype_of_the_file_are_its_pages_and_no_copy(llama_folder: Path) -> None:
+    """Targets of a node share what they read; a private copy each would need five times the memory."""
+    model = TargetModel.load(make_config(llama_folder, [4]), CPU)
+    embedding = model.decoder.get_input_embeddings().weight
+    assert isinstance(embedding, torch.Tensor)
+    [file] = [line for line in Path("/proc/self/maps").read_text().splitlines() if holds(line, embedding.data_ptr())]
+    assert file.endswith(str(llama_folder / "model.safetensors"))
+
+
+def holds(mapping: str, address: int) -> bool:
+    first, last = (int(bound, 16) for bound in mapping.split()[0].split("-"))
+    return first <= address < last
+
+
+def test_weights_take_the_dtype_that_is_configured(whole: tuple[PreTrainedModel, Path]) -> None:
+    _, folder = whole
+    config = make_config(folder, [1])
+    half = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, dtype="bfloat16"))
+    exact, rounded = (dict(TargetModel.load(each, CPU).decoder.named_parameters()) for each in (config, half))
+    assert exact.keys() == rounded.keys()
+    assert all(torch.equal(rounded[name], exact[name].bfloat16()) for name in exact)
 
 
 def test_an_unknown_architecture_is_named(llama_folder: Path) -> None:
