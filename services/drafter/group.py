@@ -11,8 +11,11 @@ made again reliably after an abort (pytorch issue 151159).
 """
 
 import logging
+import os
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -23,6 +26,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from common import faults
+from common.copy_stream import mark_computation
 from common.lifecycle import Actor
 
 _FORMING_TIMEOUT_S = 30
@@ -30,6 +34,11 @@ _NEW_LIFE_TIMEOUT_S = 60
 _COLLECTIVE_TIMEOUT_S = 24 * 3600  # a silent rank is the supervisor's to judge
 _POLL_S = 0.02
 _GPU_POLL_S = 0.0001
+_NCCL_SETTINGS = {  # torch reads them when a process group is made, and takes them from nowhere else
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # by default its watchdog ends the process where a peer has died
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # by default it first waits a minute, and the abort waits for it
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+}
 log = logging.getLogger(__name__)
 
 
@@ -121,10 +130,32 @@ class Group:
         meeting.mkdir(exist_ok=True)
         try:
             self._backend = self._make_backend(meeting / f"group-{self._life}")
+            if self._device.type == "cuda":
+                self._connect()
             self.add_up(torch.zeros(1, device=self._device))
         except (RuntimeError, GroupBrokenError) as error:
             log.warning("group life %d did not form: %s", self._life, error)
             self.leave()
+
+    def _connect(self) -> None:
+        """The first collective connects the ranks. It blocks for ever where one dies on the way: so not this thread."""
+        backend, first, connected = self._backend, torch.zeros(1, device=self._device), Future[None]()
+
+        def connect() -> None:
+            try:
+                backend.allreduce([first]).wait()
+                connected.set_result(None)
+            except RuntimeError as error:
+                connected.set_exception(error)
+
+        threading.Thread(target=connect, name="connect", daemon=True).start()
+        deadline = time.monotonic() + _FORMING_TIMEOUT_S
+        while not connected.done():
+            self.check()
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"not connected within {_FORMING_TIMEOUT_S} s")
+            self._wait()
+        connected.result()
 
     def _make_backend(self, meeting: Path) -> Any:
         """gloo over the loopback interface on the CPU, nccl on GPUs."""
@@ -132,6 +163,7 @@ class Group:
         store.set_timeout(timedelta(seconds=_FORMING_TIMEOUT_S))
         timeout = timedelta(seconds=_COLLECTIVE_TIMEOUT_S)
         if self._device.type == "cuda":
+            os.environ.update(_NCCL_SETTINGS)
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = timeout
             return dist.ProcessGroupNCCL(store, self._rank, self._size, nccl)
@@ -144,15 +176,17 @@ class Group:
         """Wait on the host, so that nothing is computed from half a sum.
 
         On a GPU this costs one launch latency per step: what follows the sum (the optimizer) is launched
-        when it is whole, and the next forward while that still runs.
+        when it is whole, and the next forward while that still runs. What nccl says of its work is not asked: to
+        it work is completed also when it has failed.
         """
         with self._actor.notices.collective():
             try:
                 work = start()
                 faults.reach("drafter.mid_collective")
-                while self._device.type == "cuda" and not work.is_completed():
-                    self.check()
-                    time.sleep(_GPU_POLL_S)
-                work.wait()
+                work.wait()  # gloo waits here, nccl lets the stream wait
             except RuntimeError as error:
                 raise GroupBrokenError(str(error)) from error
+            summed = mark_computation(self._device)
+            while not summed.reached():
+                self.check()
+                time.sleep(_GPU_POLL_S)
