@@ -21,9 +21,9 @@ from common.config import Config
 from common.dataset import Dataset
 from common.errors import DataError, HeadraceError
 from launch.chat import load_tokenizer, render
+from launch.decoding.speculate import Decoding, Limits, decode, speculate
 from launch.full_target import load_full_target, stop_tokens
 from services.drafter.drafter_folder import load_drafter
-from services.drafter.speculate import Decoding, greedy, speculate
 
 COLUMN_WIDTH = 56
 Prompt = tuple[str, list[int]]  # where it comes from, and its tokens
@@ -36,11 +36,11 @@ def evaluate(config: Config, export: Path, prompts: list[Prompt], max_new_tokens
         HeadraceError: the target or the export is missing or damaged.
     """
     draft, target = load_drafter(export, config).to(device), load_full_target(config, device)
-    tokenizer, stops = find_tokenizer(config), stop_tokens(target)
+    tokenizer, limits = find_tokenizer(config), Limits(max_new_tokens, stop_tokens(target))
     pairs = []
     for name, prompt in prompts:
-        plain = greedy(target, prompt, max_new_tokens, stops)
-        fast = speculate(target, draft, config.draft, prompt, max_new_tokens, stops)
+        plain = decode(target, [prompt], limits).decodings[0]
+        fast = speculate(target, draft, config.draft, [prompt], limits).decodings[0]
         print(f"\n{name}, {len(prompt)} tokens\n{side_by_side(show(plain, tokenizer), show(fast, tokenizer))}\n")
         pairs.append((plain, fast))
     print("\n".join(summary(pairs, config)))

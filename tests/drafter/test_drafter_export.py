@@ -14,10 +14,11 @@ from transformers import AutoConfig
 
 from common.config import Config
 from common.errors import CheckpointError
+from launch.decoding.block_drafter import BlockDrafter
+from launch.decoding.speculate import Limits, speculate
 from services.drafter.drafter_folder import load_drafter
 from services.drafter.export import export
 from services.drafter.model import DraftModel
-from services.drafter.speculate import BlockDrafter, speculate
 
 NORMS = ["input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"]
 ATTENTION = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
@@ -69,13 +70,13 @@ def test_reloads_to_the_rounded_weights_and_the_same_blocks(tmp_path: Path, tiny
     outputs = []
     for model in (draft, rounded, reloaded):
         drafter = BlockDrafter(model, config.draft, target)
-        drafter.append(taps)
-        outputs.append(target.lm_head(drafter.hidden(anchor_token=4)))
+        drafter.append([taps])
+        outputs.append(target.lm_head(drafter.hidden([4])))
     exact, rounded_logits, reloaded_logits = outputs
     assert torch.equal(reloaded_logits, rounded_logits)  # bit for bit: rounding to bfloat16 is the only loss
     assert 0 < (reloaded_logits - exact).abs().max() < 0.1 * exact.std()
-    plain = speculate(target, rounded, config.draft, [1, 2, 3], 16)
-    assert speculate(target, reloaded, config.draft, [1, 2, 3], 16) == plain
+    answers = [speculate(target, draft, config.draft, [[1, 2, 3]], Limits(16)).decodings for draft in (rounded, reloaded)]
+    assert answers[0] == answers[1]
 
 
 def test_config_is_what_engines_read(tmp_path: Path, tiny: tuple[Config, Any]) -> None:

@@ -18,14 +18,14 @@ from common.config import Config
 from common.dataset import Dataset
 from common.errors import CheckpointError, DataError
 from launch import evaluate, export
+from launch.decoding.speculate import Decoding
+from launch.decoding.target_cache import TargetCache
 from launch.full_target import load_full_target, stop_tokens
 from launch.synthetic import write_synthetic
 from services.drafter.checkpoint import Checkpoint, draft_identity, save
 from services.drafter.drafter_folder import load_drafter
 from services.drafter.frozen import load_embedding_and_head
 from services.drafter.model import DraftModel
-from services.drafter.speculate import Decoding
-from services.drafter.target_cache import TargetCache
 from services.target.model import TargetModel
 
 ROOT = Path(__file__).parents[2]
@@ -115,7 +115,7 @@ def test_full_target_is_the_target_of_training(run_dir: Path) -> None:
     full: Any = load_full_target(config, CPU)
     tokens = list(range(20))
     with TargetCache(full, config.draft.tap_layers) as cache:
-        taps = cache.append(tokens)[1]
+        taps = cache.prefill([tokens])[1][0]
     training_taps = TargetModel.load(config, CPU).forward(torch.tensor([tokens]))
     assert torch.equal(taps, torch.stack([tap[0] for tap in training_taps], dim=1))
     embedding, head = load_embedding_and_head(config, CPU)

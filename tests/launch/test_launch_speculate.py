@@ -9,77 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from tiny_targets import make_target
-from torch import Tensor
 
-from common.config import Config
-from services.drafter.anchors import Blocks, all_blocks
+from common.errors import DataError
+from launch.decoding.block_drafter import BlockDrafter
+from launch.decoding.speculate import Limits, decode
 from services.drafter.evaluation import Acceptance, evaluate_batch
 from services.drafter.model import DraftModel
-from services.drafter.speculate import BlockDrafter, greedy, speculate
-from services.drafter.step import PackedBatch, block_hidden
-from services.drafter.target_cache import TargetCache
-
-PROMPTS = [[5], [9, 4], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [40, 41, 40, 41, 40]]
-RECURRENT = {
-    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
-    "linear_num_value_heads": 2,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "num_experts": 0,
-    "mlp_only_layers": [0, 1, 2, 3],
-}
-TARGETS = [
-    ("llama", {}),
-    ("llama", {"tie_word_embeddings": True}),
-    ("qwen3", {}),
-    ("qwen3", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}),
-    ("qwen3_next", RECURRENT),
-]
-
-
-@torch.no_grad()
-def taps_of(config: Config, target: Any, document: list[int]) -> Tensor:
-    with TargetCache(target, config.draft.tap_layers) as cache:
-        return cache.append(document)[1]
-
-
-def pack(config: Config, target: Any, prompts: list[list[int]], answers: list[list[int]]) -> PackedBatch:
-    """Documents of prompt and answer, the answers supervised, with the target's own features."""
-    documents = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-    lengths = [len(document) for document in documents]
-    mask = [[False] * len(prompt) + [True] * len(answer) for prompt, answer in zip(prompts, answers, strict=True)]
-    return PackedBatch(
-        hidden_states=torch.cat([taps_of(config, target, document) for document in documents]),
-        position_ids=torch.cat([torch.arange(length) for length in lengths]),
-        input_ids=np.concatenate(documents),
-        loss_mask=np.concatenate(mask),
-        cu_seqlens=np.cumsum([0, *lengths]),
-        sample_ids=np.arange(len(lengths)),
-    )
-
-
-def blocks_of(batch: PackedBatch, config: Config) -> Blocks:
-    (blocks,) = all_blocks(batch.input_ids, batch.loss_mask, batch.cu_seqlens, config)
-    return blocks
-
-
-def overfit(config: Config, target: Any, batch: PackedBatch, num_steps: int = 80) -> DraftModel:
-    """A draft model that has learnt a batch by heart, every anchor of it."""
-    draft, blocks = DraftModel(config), blocks_of(batch, config)
-    embedding, head = target.get_input_embeddings().weight.detach(), target.get_output_embeddings().weight.detach()
-    mask, labels = torch.from_numpy(blocks.label_mask), torch.from_numpy(blocks.labels)
-    optimizer = torch.optim.Adam(draft.parameters(), lr=3e-3)
-    for _ in range(num_steps):
-        hidden: Any = block_hidden(draft, embedding, batch, blocks, config)
-        logits = hidden.view(len(blocks.anchors), config.draft.block_size, -1)[:, 1:][mask] @ head.T
-        loss: Any = F.cross_entropy(logits, labels[mask])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return draft
+from services.drafter.step import block_hidden
+from tests.launch.small_decodings import KINDS, PROMPTS, blocks_of, drafted, greedy, overfit, pack
 
 
 @torch.no_grad()
@@ -98,9 +36,9 @@ def test_training_forward_equals_inference_step(tmp_path: Path, model_type: str)
         drafter, known = BlockDrafter(draft, config.draft, target), start
         for block in np.flatnonzero(blocks.valid & (blocks.documents == document)):
             anchor = int(blocks.anchors[block])
-            drafter.append(batch.hidden_states[known:anchor])
+            drafter.append([batch.hidden_states[known:anchor]])
             known = anchor
-            hidden = drafter.hidden(int(batch.input_ids[anchor]))
+            hidden = drafter.hidden([int(batch.input_ids[anchor])])[0]
             torch.testing.assert_close(hidden, trained[block], atol=2e-5, rtol=1e-4)
 
 
@@ -111,14 +49,14 @@ def test_untrained_draft_gives_the_greedy_tokens(tmp_path: Path, model_type: str
     for prompt in PROMPTS:
         for max_new_tokens in (1, 2, 3, 20):
             plain = greedy(target, prompt, max_new_tokens)
-            fast = speculate(target, draft, config.draft, prompt, max_new_tokens)
+            fast = drafted(target, draft, config, prompt, max_new_tokens)
             assert fast.tokens == plain.tokens
             assert len(plain.tokens) == plain.num_target_passes == max_new_tokens
             assert fast.num_target_passes == 1 + len(fast.accepted)
             assert max_new_tokens == 1 + sum(accepted + 1 for accepted in fast.accepted)
 
 
-@pytest.mark.parametrize(("model_type", "shape"), TARGETS, ids=["llama", "tied", "qwen3", "sliding", "recurrent"])
+@pytest.mark.parametrize(("model_type", "shape"), KINDS)
 def test_trained_draft_gives_the_greedy_tokens(tmp_path: Path, model_type: str, shape: dict[str, Any]) -> None:
     config, target = make_target(tmp_path, model_type, **shape)
     answers = [greedy(target, prompt, 32).tokens for prompt in PROMPTS]
@@ -126,12 +64,12 @@ def test_trained_draft_gives_the_greedy_tokens(tmp_path: Path, model_type: str, 
     accepted = []
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         for max_new_tokens in (2, 13, 14, 15, 32):
-            fast = speculate(target, draft, config.draft, prompt, max_new_tokens)
+            fast = drafted(target, draft, config, prompt, max_new_tokens)
             assert fast.tokens == answer[:max_new_tokens]
             accepted += fast.accepted
         for stop_token in answer[3:6]:
             end = answer.index(stop_token) + 1
-            fast = speculate(target, draft, config.draft, prompt, 32, stop_tokens=[stop_token])
+            fast = drafted(target, draft, config, prompt, 32, stop_tokens=[stop_token])
             assert fast.tokens == greedy(target, prompt, 32, stop_tokens=[stop_token]).tokens == answer[:end]
             assert end == 1 + sum(accepted + 1 for accepted in fast.accepted)
     assert set(accepted) == {0, 1, 2, 3}  # every outcome of a block of four was really met
@@ -154,7 +92,7 @@ def test_exact_walk_equals_real_decoding(tmp_path: Path, num_steps: int, least: 
     draft = overfit(config, target, batch, num_steps)
     decoded = Acceptance()
     for prompt, answer in zip(PROMPTS, answers, strict=True):
-        fast = speculate(target, draft, config.draft, prompt, len(answer))
+        fast = drafted(target, draft, config, prompt, len(answer))
         decoded += Acceptance(len(fast.accepted), len(fast.tokens) - 1)
     model: Any = target
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
@@ -165,8 +103,10 @@ def test_exact_walk_equals_real_decoding(tmp_path: Path, num_steps: int, least: 
 
 
 def test_bad_lengths_are_refused(tmp_path: Path) -> None:
-    config, target = make_target(tmp_path, "llama")
-    with pytest.raises(ValueError, match="at least one prompt token"):
-        greedy(target, [], 4)
-    with pytest.raises(ValueError, match="at least one new token"):
-        speculate(target, DraftModel(config), config.draft, [1], 0)
+    _, target = make_target(tmp_path, "llama")
+    with pytest.raises(DataError, match="prompt 1: needed 1 to 512 tokens, found 0"):
+        decode(target, [[1], []], Limits(4))
+    with pytest.raises(DataError, match="prompt 0: needed 1 to 512 tokens, found 513"):
+        decode(target, [[1] * 513], Limits(4))
+    with pytest.raises(DataError, match="max_new_tokens: needed at least 1, found 0"):
+        decode(target, [[1]], Limits(0))
