@@ -1,12 +1,18 @@
-"""Settings for every test: one thread per process, stacks on a crash, GPU tests only where there is a GPU."""
+"""Settings for every test: one thread per process, stacks on a crash, GPU tests only where there is a GPU.
+
+Without one Triton's kernels run in its interpreter, which must be chosen before anything imports triton.
+"""
 
 import faulthandler
+import os
 
 import pytest
 import torch
 
 torch.set_num_threads(1)
 faulthandler.enable()
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -70,7 +70,7 @@ class Step:
     def __init__(self, config: Config) -> None:
         self.config, shape = config, (config.shape.vocab_size, config.shape.hidden_size)
         self.frozen = random_weight(shape, 1), random_weight(shape, 2)  # embedding and head
-        self.model = DraftModel(config).to(DEVICE)
+        self.model = DraftModel(config, DEVICE)
         self.optimizer: MasterAdamW | None = None
         self.num_done = 0
 

@@ -12,11 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.config import Config
+from common.weights import random_tensor
 from services.drafter.attention import Attend, KeysValues
 from services.drafter.fused import fused
 
 Rotation = tuple[Tensor, Tensor]  # cosine and sine, float32 [rows, D]
 Place = Callable[[Tensor], Tensor]  # distinct rows to block rows
+_CPU = torch.device("cpu")
+_INITIAL_DEVIATION = 0.02
 
 
 def rotation(positions: Tensor, head_dim: int, theta: float) -> Rotation:
@@ -75,8 +78,8 @@ def finish_layer(
 
 
 def linear(in_features: int, out_features: int, dtype: torch.dtype) -> nn.Linear:
-    """A projection without bias whose weight is left to `DraftModel.initialise`."""
-    return nn.Linear(in_features, out_features, bias=False, dtype=dtype, device="meta").to_empty(device="cpu")
+    """A projection without bias."""
+    return nn.Linear(in_features, out_features, bias=False, dtype=dtype)
 
 
 class Attention(nn.Module):
@@ -169,27 +172,29 @@ class DraftModel(nn.Module):
     of every layer (0 for a full layer).
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, device: torch.device = _CPU) -> None:
         super().__init__()
         draft, hidden, self.eps = config.draft, config.shape.hidden_size, config.shape.rms_norm_eps
         dtype: torch.dtype = getattr(torch, draft.dtype)
         self.head_dim, self.rope_theta = draft.head_dim, config.shape.rope_theta
         self.windows = [draft.sliding_window if kind == "sliding_attention" else 0 for kind in draft.layer_types]
-        self.fc = linear(len(draft.tap_layers) * hidden, hidden, dtype)
-        self.hidden_norm = nn.RMSNorm(hidden, eps=self.eps, dtype=dtype)
-        self.layers = nn.ModuleList(DraftLayer(config, dtype) for _ in range(draft.num_layers))
-        self.norm = nn.RMSNorm(hidden, eps=self.eps, dtype=dtype)
+        with torch.device("meta"):
+            self.fc = linear(len(draft.tap_layers) * hidden, hidden, dtype)
+            self.hidden_norm = nn.RMSNorm(hidden, eps=self.eps, dtype=dtype)
+            self.layers = nn.ModuleList(DraftLayer(config, dtype) for _ in range(draft.num_layers))
+            self.norm = nn.RMSNorm(hidden, eps=self.eps, dtype=dtype)
+        self.to_empty(device=device)
         self.initialise(config.seed)
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """Projections from normal(0, 0.02), norms one; drawn on the CPU, so the same bits on every device."""
-        generator = torch.Generator().manual_seed(seed)
-        for parameter in self.parameters():
+        """Projections uniform with the deviation 0.02, norms one: the same bits on every device (see `random_tensor`)."""
+        for name, parameter in self.named_parameters():
             if parameter.dim() == 1:
                 parameter.fill_(1.0)
             else:
-                parameter.copy_(torch.empty(parameter.shape).normal_(0.0, 0.02, generator=generator))
+                where = parameter.device, parameter.dtype
+                parameter.copy_(random_tensor(f"draft.{name}", parameter.shape, _INITIAL_DEVIATION, seed, *where))
 
     def project_context(self, taps: Tensor) -> Tensor:
         """Target features [T, K, H], of any float type, to the context [T, H] that all layers share."""

@@ -30,7 +30,7 @@ def main(actor: Actor) -> None:
     layout = SlotLayout.of(config)
     rings = [RingReader(fd, layout, config.ring.num_slots) for fd in actor.args.ring_fds]
     frozen = load_embedding_and_head(config, device)
-    model = DraftModel(config).to(device)
+    model = DraftModel(config, device)
     welcome = actor.join()
     optimizer = MasterAdamW(model, config.train, welcome.num_steps, num_sums(config.draft.block_size) + 1)
     snapshots = Snapshots(actor.run_dir, config, welcome.plan_hash, actor.index)

@@ -88,3 +88,35 @@ def _count(tile_row: Ints, first: Ints, last: Ints, shape: tuple[int, int]) -> I
         np.bincount(tile_row[some] * width + column[some], minlength=shape[0] * width) for column in (first, last)
     )
     return (opened - closed).reshape(shape[0], width).cumsum(1)[:, :-1]
+
+
+def sweeps_of_rows(start: Ints, end: Ints) -> Ints:
+    """Which tiles of keys a tile of query rows sees, from runs of M rows: [ceil(M / TILE), 4], see `Sweep`."""
+    missing = -len(start) % TILE
+    start, end = (np.pad(part, (0, missing), mode="edge").reshape(-1, TILE) for part in (start, end))
+    some = end > start
+    first = np.where(some, start, np.iinfo(np.int64).max).min(1) // TILE
+    last = -(-np.where(some, end, 0).max(1) // TILE)
+    whole, cut = -(-start.max(1) // TILE), np.where(some.all(1), end.min(1) // TILE, 0)
+    return _as_sweeps(np.minimum(first, last), whole, cut, last)
+
+
+def sweeps_of_keys(of_rows: Ints, num_tiles: int) -> Ints:
+    """The same from the other side: which tiles of rows see each tile of keys, [num_tiles, 4]."""
+    first, whole, cut, last = of_rows.T[..., None]
+    tile = np.arange(num_tiles)
+    seen, filled = ((tile >= first) & (tile < last)).T, ((tile >= whole) & (tile < cut)).T  # [num_tiles, tiles of rows]
+    whole, cut = _edges(filled)
+    return _as_sweeps(_edges(seen)[0], np.where(cut - whole == filled.sum(1), whole, cut), cut, _edges(seen)[1])
+
+
+def _edges(marked: Bools) -> tuple[Ints, Ints]:
+    """First and past-the-last marked column of each row; (0, 0) where there is none."""
+    some, width = marked.any(1), marked.shape[1]
+    return np.where(some, marked.argmax(1), 0), np.where(some, width - marked[:, ::-1].argmax(1), 0)
+
+
+def _as_sweeps(first: Ints, whole: Ints, cut: Ints, last: Ints) -> Ints:
+    """Sweeps [n, 4] in ascending order of their parts; where nothing is seen in whole, all of it is cut."""
+    whole = np.where(cut > whole, whole, last)
+    return np.stack([first, whole, np.maximum(whole, cut), last], axis=1)

@@ -1,7 +1,5 @@
 """The chunked frozen-head loss against a dense one in float64, and the weights of its rows."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
@@ -91,18 +89,11 @@ def test_dpace_weights_are_the_gradient_of_the_expected_acceptance() -> None:
     assert not weights[~label_mask].any()
 
 
-def triton_device() -> str:
-    """A GPU, or Triton's interpreter, which must be chosen before the kernel is imported."""
-    if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"
-    pytest.importorskip("triton")
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 @pytest.mark.parametrize("vocab_size", [40, 128, 5000])
 @pytest.mark.parametrize("with_gradient", [False, True])
 def test_the_kernel_equals_float64(vocab_size: int, with_gradient: bool) -> None:
-    device = triton_device()
+    pytest.importorskip("triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     from services.drafter import cross_entropy_kernel
 
     hidden, head, labels, _ = problem(6, 16, vocab_size)

@@ -1,0 +1,88 @@
+"""The attention kernels against dense attention, in triton's interpreter where there is no GPU; the sweeps by counting."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from services.drafter.attention import DenseAttention
+from services.drafter.visibility import (
+    BlockPlaces,
+    KeyRuns,
+    find_tiles,
+    in_one_sequence,
+    key_runs,
+    sweeps_of_keys,
+    sweeps_of_rows,
+)
+
+
+def made_up_places(lengths: list[int], num_blocks: int) -> BlockPlaces:
+    """Sorted anchors over documents of these lengths; the last two blocks are padding."""
+    starts = np.cumsum([0, *lengths])
+    anchors = np.sort(np.random.default_rng(0).choice(starts[-1], num_blocks, replace=False))
+    valid = np.arange(num_blocks) < num_blocks - 2
+    return BlockPlaces(np.where(valid, anchors, 0), starts[np.searchsorted(starts, anchors, side="right") - 1] * valid, valid)
+
+
+def some_rows(num_blocks: int, block_size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Nine of ten rows that may have a label, then the last of them over and over."""
+    rows = np.arange(num_blocks * block_size).reshape(num_blocks, block_size)[:-2, 1:].ravel()
+    return np.pad(rows[np.arange(len(rows)) % 10 > 0], (0, 20), mode="edge")
+
+
+def covered(sweeps: Any, num_tiles: int, whole: bool) -> Any:
+    """[n, num_tiles]: is a tile within the sweep, or within its whole part."""
+    tile = np.arange(num_tiles)
+    first, last = (1, 2) if whole else (0, 3)
+    return (tile >= sweeps[:, first, None]) & (tile < sweeps[:, last, None])
+
+
+@pytest.mark.parametrize("window", [0, 1, 150, 400])
+@pytest.mark.parametrize("lengths", [[1500], [100, 900, 50, 1, 449]])
+def test_sweeps_cover_what_is_seen_and_call_whole_only_what_is(lengths: list[int], window: int) -> None:
+    runs = key_runs(made_up_places(lengths, 256), 4, window, np.arange(1024))
+    nowhere = np.full(1024, 10**6)
+    partly, wholly = find_tiles(in_one_sequence(KeyRuns(runs.start, runs.end, nowhere, nowhere), 0), 1536)
+    of_rows = sweeps_of_rows(runs.start, runs.end)
+    of_keys = sweeps_of_keys(of_rows, 12)
+    for sweeps, seen, whole in ((of_rows, partly | wholly, wholly), (of_keys, (partly | wholly).T, wholly.T)):
+        assert (np.diff(sweeps, axis=1) >= 0).all()
+        assert (covered(sweeps, seen.shape[1], whole=False) >= seen).all()
+        assert (covered(sweeps, seen.shape[1], whole=True) <= whole).all()
+    if len(lengths) == 1 and window != 1:
+        assert np.array_equal(covered(of_rows, 12, whole=True), wholly)  # nothing that is whole is masked
+        assert covered(of_rows, 12, whole=False).sum() == (partly | wholly).sum()
+
+
+def heads(num_rows: int, num_heads: int, random: torch.Generator) -> Tensor:
+    """[heads, rows, 16] in the order in memory that projections leave."""
+    return torch.randn(num_rows, num_heads, 16, generator=random).transpose(0, 1)
+
+
+@pytest.mark.filterwarnings("ignore")  # the interpreter computes with what lies behind the last row
+@pytest.mark.parametrize("window", [0, 60])
+@pytest.mark.parametrize("lengths", [[330], [130, 40, 200, 31], [7]])
+@pytest.mark.parametrize("some", [False, True])
+def test_kernels_equal_dense_attention_in_value_and_gradient(lengths: list[int], window: int, some: bool) -> None:
+    pytest.importorskip("triton")
+    from services.drafter.swept_attention import SweptAttention
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    num_context, num_blocks, block_size = sum(lengths), min(sum(lengths), 40), 8
+    rows = some_rows(num_blocks, block_size) if some else np.arange(num_blocks * block_size)
+    runs = key_runs(made_up_places(lengths, num_blocks), block_size, window, rows)
+    random, num_rows = torch.Generator().manual_seed(0), num_blocks * block_size
+    sizes = [(len(rows), 4), (num_context, 2), (num_context, 2), (num_rows, 2), (num_rows, 2)]
+    tensors = [heads(*size, random).to(device) for size in sizes]
+    dense = DenseAttention(runs, num_context, num_rows, device)
+    swept = SweptAttention(runs, num_context, num_rows, device)
+    results = []
+    for attend in (dense, swept):
+        inputs = [tensor.detach().requires_grad_() for tensor in tensors]
+        output = attend(inputs[0], (inputs[1], inputs[2]), (inputs[3], inputs[4]))
+        results.append([output, *torch.autograd.grad(output.square().sum(), inputs)])
+    for exact, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
