@@ -43,7 +43,8 @@ class Phase(enum.IntEnum):
     """How far an incarnation is."""
 
     STARTING = 0
-    READY = 1
+    WARMING_UP = 1
+    READY = 2
 
 
 class Notice(NamedTuple):

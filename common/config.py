@@ -90,6 +90,12 @@ class ActorsConfig(Section, frozen=True, kw_only=True):
     num_threads: int = 1
 
 
+class TargetsConfig(ActorsConfig, frozen=True, kw_only=True):
+    """The target processes."""
+
+    compile: bool = False  # each decoder layer, with torch.compile
+
+
 class TrainConfig(Section, frozen=True, kw_only=True):
     """Loss, anchors and optimizer."""
 
@@ -141,7 +147,7 @@ class Config(Section, frozen=True, kw_only=True):
     data: DataConfig
     plan: PlanConfig
     ring: RingConfig = RingConfig()
-    targets: ActorsConfig
+    targets: TargetsConfig
     drafters: ActorsConfig
     train: TrainConfig = TrainConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

@@ -93,12 +93,20 @@ class ActorDied(msgspec.Struct, frozen=True, tag=True):
     start_time: int
 
 
+class BatchShape(msgspec.Struct, frozen=True):
+    """Padded rows that a target computes at once."""
+
+    num_rows: int
+    length: int  # tokens
+
+
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """The identity and the length of the run."""
+    """The identity and the length of the run, and the shapes that its targets prepare for."""
 
     plan_hash: bytes
     num_batches: int
     num_steps: int
+    shapes: list[BatchShape] = []  # for every number of rows in a bucket, the longest
 
 
 class Lease(msgspec.Struct, frozen=True, tag=True):
@@ -108,6 +116,7 @@ class Lease(msgspec.Struct, frozen=True, tag=True):
     generation: int
     info: BatchInfo
     sample_ids: list[int]
+    lacked: Literal["slot", "work"] = "work"  # what the target waited for, if it had to wait
 
 
 class Grant(msgspec.Struct, frozen=True, tag=True):

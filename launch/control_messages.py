@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-ActorState = Literal["starting", "ready", "down", "done"]
+ActorState = Literal["starting", "warming up", "ready", "down", "done"]
 
 
 class GetStatus(msgspec.Struct, frozen=True, tag=True):

@@ -7,7 +7,7 @@ from rich.text import Text
 from launch.control_messages import ActorStatus, RunStatus
 from launch.pace import format_time
 
-_COLOURS = {"ready": "green", "starting": "yellow", "done": "cyan", "down": "red"}
+_COLOURS = {"ready": "green", "starting": "yellow", "warming up": "yellow", "done": "cyan", "down": "red"}
 _COLUMNS = ("actor", "state", "pid", "uptime", "restarts", "last exit", "progress")
 
 

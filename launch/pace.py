@@ -99,7 +99,7 @@ class Pace:
         self._before[name] = figures
 
     def _is_at_work(self, role: str) -> bool:
-        return any(self._board.read(spec.place).phase != Phase.STARTING for spec in self._actors if spec.role == role)
+        return any(self._board.read(spec.place).phase == Phase.READY for spec in self._actors if spec.role == role)
 
     def _share(self, role: str) -> float:
         first, last = self._samples[0], self._samples[-1]

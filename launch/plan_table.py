@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from common.arrow_file import Int32Array
 from common.config import PlanConfig
+from common.padding import padded_lengths
 from services.exchange.data import Samples
 from services.exchange.plan import Plan
 
@@ -30,7 +31,7 @@ class PlanFigures(NamedTuple):
     smallest: int
     largest: int
     num_tokens: int
-    num_padded_tokens: int  # every row as long as the longest of its batch
+    num_padded_tokens: int  # every row as long as common.padding makes the longest of its batch
     buckets: list[BucketFigures]
 
     @property
@@ -53,7 +54,7 @@ def measure_plan(plan: Plan, lengths: Int32Array, settings: PlanConfig) -> PlanF
         smallest=int(sizes.min()),
         largest=int(sizes.max()),
         num_tokens=int(lengths.sum()),
-        num_padded_tokens=int((sizes * longest).sum()),
+        num_padded_tokens=int((sizes * padded_lengths(longest, settings.bucket_lengths)).sum()),
         buckets=buckets,
     )
 

@@ -12,6 +12,8 @@ from launch.control_messages import ActorState, ActorStatus, RingStatus, RunStat
 from launch.pace import Pace
 from launch.supervisor import Supervisor
 
+_STATES: dict[Phase, ActorState] = {Phase.STARTING: "starting", Phase.WARMING_UP: "warming up", Phase.READY: "ready"}
+
 
 class Gauges:
     """All that shows the state of a run."""
@@ -51,7 +53,7 @@ class Gauges:
         """The state of one actor."""
         name, now, notice = child.spec.name, time.monotonic(), self._board.read(child.spec.place)
         alive, deaths = child.alive, self._supervisor.deaths
-        state: ActorState = "starting" if notice.phase == Phase.STARTING else "ready"
+        state: ActorState = _STATES[notice.phase]
         if not alive:
             state = "done" if self._supervisor.is_done(child) else "down"
         return ActorStatus(

@@ -131,7 +131,7 @@ class Supervisor:
         self._doomed.pop(name, None)
         is_renewed = name in self._renewed
         self._renewed.discard(name)
-        if self._board.read(child.spec.place).phase != Phase.STARTING:
+        if self._board.read(child.spec.place).phase == Phase.READY:
             self._was_ready.add(name)
         if exit_.code == EXIT_DONE and role == "drafter":
             self._done.add(name)
@@ -183,7 +183,7 @@ class Supervisor:
     def _check_progress(self, child: Child) -> None:
         """A hung actor is asked for its stacks, then killed; only its end makes its slots free again."""
         name, notice, now = child.spec.name, self._board.read(child.spec.place), time.monotonic()
-        if notice.phase == Phase.STARTING:
+        if notice.phase != Phase.READY:
             silent_s, limit_s = now - child.started_s, self._settings.ready_timeout_s
         else:
             silent_s, limit_s = now - notice.progress_s, self._settings.stall_timeout_s

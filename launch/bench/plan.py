@@ -12,7 +12,7 @@ import time
 import numpy as np
 
 from common.arrow_file import Int32Array
-from common.config import ActorsConfig, Config, DataConfig, DraftConfig, ModelConfig, PlanConfig
+from common.config import ActorsConfig, Config, DataConfig, DraftConfig, ModelConfig, PlanConfig, TargetsConfig
 from launch.plan_table import format_plan
 from services.exchange.data import Samples
 from services.exchange.plan import Plan, samples_per_batch
@@ -59,9 +59,9 @@ def main(arguments: list[str]) -> int:
 
 def _config(seed: int) -> Config:
     """A run without a model: the plan looks at the seed, the plan and the evaluation alone."""
-    actors = ActorsConfig(devices=["cpu"])
+    targets, drafters = TargetsConfig(devices=["cpu"]), ActorsConfig(devices=["cpu"])
     model, draft, data = ModelConfig(path=""), DraftConfig(mask_token_id=0), DataConfig(path="")
-    return Config(seed=seed, model=model, draft=draft, data=data, plan=SETTINGS, targets=actors, drafters=actors)
+    return Config(seed=seed, model=model, draft=draft, data=data, plan=SETTINGS, targets=targets, drafters=drafters)
 
 
 def _peak_mib() -> float:

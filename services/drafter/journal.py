@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 
 from common.copy_stream import CopyStream, Mark, mark_computation
+from common.stopwatch import Stopwatch
 from services.drafter.optimizer import StepResult
 from services.drafter.quarantine import NUM_FACTS, BatchFacts, QuarantinedBatch
-from services.drafter.stopwatch import Stopwatch
 
 
 class StepFigures(NamedTuple):

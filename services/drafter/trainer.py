@@ -13,6 +13,7 @@ from common.board import Phase
 from common.errors import TrainingDivergedError
 from common.lifecycle import Actor, StoppedError
 from common.messages import BatchInfo
+from common.stopwatch import Stopwatch
 from services.drafter.anchors import choose_blocks
 from services.drafter.evaluator import Evaluator
 from services.drafter.fetch import Fetched, Fetcher
@@ -26,7 +27,6 @@ from services.drafter.profiler import StepProfiler
 from services.drafter.quarantine import BatchFacts, QuarantinedStep, collect_facts, quarantine
 from services.drafter.snapshots import Snapshots
 from services.drafter.step import PackedBatch, block_loss
-from services.drafter.stopwatch import Stopwatch
 
 _NOWHERE = -1
 log = logging.getLogger(__name__)

@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from common.config import Config, PlanConfig
 from common.errors import DataError
-from common.messages import BatchInfo, BatchKind
+from common.messages import BatchInfo, BatchKind, BatchShape
+from common.padding import padded_lengths
 
 _WINDOW_BATCHES = 32
 _HASH_BYTES = 16
@@ -50,6 +51,7 @@ class Plan:
             -(-len(ids) // samples_per_batch(config.plan, bucket)) for bucket, (ids, _) in enumerate(self._buckets)
         )
         self._eval_batches = _eval_batches(eval_lengths, config.plan)
+        self.shapes = _shapes([*self._buckets, *_bucket(eval_lengths, config.plan, "data.eval_path")], config.plan)
         self.num_steps = -(-self.batches_per_epoch * config.plan.epochs // config.plan.batches_per_step)
         self._groups = self._lay_out(config.evaluation.every_steps)
         self.num_batches = len(self._groups) * config.plan.batches_per_step
@@ -143,6 +145,18 @@ def _shuffled_batches(
 def _eval_batches(lengths: NDArray[np.int32], settings: PlanConfig) -> Batches:
     buckets = _bucket(lengths, settings, "data.eval_path")
     return [batch for bucket, (ids, _) in enumerate(buckets) for batch in _cut(ids, samples_per_batch(settings, bucket))]
+
+
+def _shapes(buckets: list[tuple[NDArray[np.int64], NDArray[np.int32]]], settings: PlanConfig) -> list[BatchShape]:
+    """The largest batch of each number of rows that a bucket has: full ones, and the one that is left over."""
+    shapes: set[tuple[int, int]] = set()
+    for place, (ids, lengths) in enumerate(buckets):
+        size = samples_per_batch(settings, place % len(settings.bucket_lengths))
+        numbers_of_rows = {min(size, len(ids)), len(ids) % size} - {0}
+        if numbers_of_rows:
+            longest = int(padded_lengths(lengths.max(), settings.bucket_lengths))
+            shapes |= {(num_rows, longest) for num_rows in numbers_of_rows}
+    return [BatchShape(*shape) for shape in sorted(shapes)]
 
 
 def _cut(ids: NDArray[np.int64], size: int) -> Batches:

@@ -5,7 +5,7 @@ decided by timing. All that is kept here beside the slot table can be told again
 place of each drafter by its next Next, the wish of each target by its next Work.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from common.errors import ProtocolError
 from common.messages import (
@@ -56,6 +56,7 @@ class _WaitingTarget(NamedTuple):
     id: int
     owner: Owner
     held: set[tuple[int, int]]
+    lacked: Literal["slot", "work"] = "work"
 
 
 class _WaitingDrafter(NamedTuple):
@@ -73,7 +74,7 @@ class Router:
         self._leases = leases
         self._num_drafters = num_drafters
         self._num_actors = {"target": leases.num_rings, "drafter": num_drafters, "supervisor": 1}
-        self._welcome = Welcome(plan_hash, plan.num_batches, plan.num_steps)
+        self._welcome = Welcome(plan_hash, plan.num_batches, plan.num_steps, plan.shapes)
         self._current: dict[tuple[str, int], Incarnation] = {}
         self._cursors: dict[int, int] = {}  # rank -> the first batch that it still needs
         self._latest: dict[int, tuple[Incarnation, int]] = {}  # rank -> its latest request
@@ -246,10 +247,12 @@ class Router:
             batch = self._next_batch()
             found = None if batch is None else self._room_in(ring, batch)
             if batch is None or found is None:
+                self._targets[ring] = target._replace(lacked="work" if batch is None else "slot")
                 return
             slot, record = found, self._leases.lease(found, batch, target.owner)
         del self._targets[ring]
-        lease = Lease(slot, record.generation, self._plan.info(record.batch), self._plan.sample_ids(record.batch))
+        info, sample_ids = self._plan.info(record.batch), self._plan.sample_ids(record.batch)
+        lease = Lease(slot, record.generation, info, sample_ids, target.lacked)
         self._send(target.address, target.id, lease)
 
     def _next_batch(self) -> int | None:

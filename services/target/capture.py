@@ -1,4 +1,4 @@
-"""Taps: the outputs of chosen decoder layers, taken by forward hooks while the model runs.
+"""Taps: the outputs of chosen decoder layers, handed on by forward hooks while the model runs.
 
 B rows, S padded length, H hidden size.
 """
@@ -10,27 +10,26 @@ from torch import nn
 
 from common import faults
 
+Keep = Callable[[int, torch.Tensor], None]  # number of the tap, tap [B, S, H]
+
 
 class Capture:
-    """Keeps what the tapped layers return until `take`, the raw layer outputs before any final norm."""
+    """Hands on what the tapped layers return, the raw layer outputs before any final norm."""
 
     def __init__(self, layers: nn.ModuleList, tap_layers: Sequence[int]) -> None:
-        self._tap_layers = list(tap_layers)
-        self._outputs: dict[int, torch.Tensor] = {}
-        for layer in self._tap_layers:
-            layers[layer].register_forward_hook(self._make_hook(layer))
+        self._keep: Keep | None = None
+        for tap_index, layer in enumerate(tap_layers):
+            layers[layer].register_forward_hook(self._make_hook(tap_index))
 
-    def take(self) -> list[torch.Tensor]:
-        """One tensor [B, S, H] per tap, in the order of `tap_layers`; they are forgotten here."""
-        taps = [self._outputs.pop(layer) for layer in self._tap_layers]
-        assert not self._outputs
-        return taps
+    def start(self, keep: Keep) -> None:
+        """Let the next forward hand its taps to `keep`, each as soon as it exists, in the order of `tap_layers`."""
+        self._keep = keep
 
-    def _make_hook(self, layer: int) -> Callable[[nn.Module, object, object], None]:
-        def keep(module: nn.Module, arguments: object, output: object) -> None:
+    def _make_hook(self, tap_index: int) -> Callable[[nn.Module, object, object], None]:
+        def hand_on(module: nn.Module, arguments: object, output: object) -> None:
             hidden_states = output[0] if isinstance(output, tuple) else output
-            assert isinstance(hidden_states, torch.Tensor)
-            self._outputs[layer] = hidden_states
+            assert isinstance(hidden_states, torch.Tensor) and self._keep is not None
+            self._keep(tap_index, hidden_states)
             faults.reach("target.mid_forward")
 
-        return keep
+        return hand_on

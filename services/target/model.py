@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 
 from common.config import Config
 from common.errors import ModelError
-from services.target.capture import Capture
+from services.target.attention import leave_out_masks
+from services.target.capture import Capture, Keep
 from services.target.loading import load_decoder
 
 
@@ -22,7 +23,9 @@ class TargetModel:
             raise ModelError(f"model.path: needed a decoder with a list `layers`, found {type(decoder).__name__}")
         decoder.train(False).requires_grad_(False)
         decoder.norm = nn.Identity()  # nobody reads what follows the last tap
+        leave_out_masks(decoder)
         self.decoder = decoder
+        self._layers = layers
         self._capture = Capture(layers, tap_layers)
 
     @classmethod
@@ -37,10 +40,22 @@ class TargetModel:
         return cls(load_decoder(config, device), config.draft.tap_layers)
 
     @torch.inference_mode()
-    def forward(self, input_ids: torch.Tensor) -> list[torch.Tensor]:
-        """int64 [B, S] -> K tensors [B, S, H] in the model's dtype, one per tap in ascending order.
+    def run(self, input_ids: torch.Tensor, keep: Keep) -> None:
+        """Launch the forward of int64 [B, S]; `keep` gets every tap [B, S, H] in the model's dtype as soon as it exists.
 
-        What stands after a row's real tokens changes nothing before it, so the padding may hold any id.
+        What stands after a row's real tokens changes nothing before it, so the padding may hold any id. The launching
+        thread never waits for the device.
         """
+        self._capture.start(keep)
         self.decoder(input_ids=input_ids, use_cache=False)
-        return self._capture.take()
+
+    def forward(self, input_ids: torch.Tensor) -> list[torch.Tensor]:
+        """int64 [B, S] -> K tensors [B, S, H] in the model's dtype, one per tap in ascending order, all kept."""
+        taps: list[torch.Tensor] = []
+        self.run(input_ids, lambda tap_index, tap: taps.append(tap))
+        return taps
+
+    def compile_layers(self) -> None:
+        """Compile the forward of each layer when it first runs, for all shapes at once; its hooks stay outside."""
+        for layer in self._layers:
+            layer.forward = torch.compile(layer.forward, dynamic=True)

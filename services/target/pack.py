@@ -1,26 +1,30 @@
-"""Packing: the real rows of right-padded taps, back to back in one buffer.
+"""Packing: the real tokens of a right-padded tap, back to back in the place where the slot will have them.
 
 B rows, S padded length, T real tokens of all rows, K taps, H hidden size.
 """
 
-from collections.abc import Sequence
-
 import torch
 
+from common.checksum import checksum as checksum_of
 
-def pack(taps: Sequence[torch.Tensor], lengths: Sequence[int], out: torch.Tensor, *, split: bool) -> None:
-    """Copy the first `lengths[b]` tokens of every row b of every tap into `out`, in its dtype.
 
-    Both layouts hold the same features bit for bit. The places come from `lengths` on the CPU, so that
-    nothing waits for the device; the copies run on the current stream, which must be the forward's.
+def pack(tap: torch.Tensor, places: torch.Tensor, packed: torch.Tensor, checksum: torch.Tensor) -> None:
+    """Copy the real tokens of one tap and add up their bits, on the current stream, which must be the forward's.
+
+    Nothing waits for the device. A tap is packed as soon as the forward has made it, one kernel each, so that none is kept:
+    of K taps in one kernel all but the last would wait in memory for it.
 
     Args:
-        taps: K tensors [B, S, H].
-        lengths: B numbers of real tokens, T in all.
-        out: [K, T, H] when `split`, else [T, K, H].
+        tap: [B, S, H], contiguous.
+        places: int32 [T], the number of each real token among the B * S.
+        packed: [T, H], a window onto the staging buffer, in the type of the slot.
+        checksum: int64 [], to which what `common.checksum` makes of `packed` is added.
     """
-    by_tap = out if split else out.transpose(0, 1)
-    assert by_tap.shape == (len(taps), sum(lengths), taps[0].shape[-1])
-    for tap, packed in zip(taps, by_tap, strict=True):
-        for row, place in zip(tap, packed.split(list(lengths)), strict=True):
-            place.copy_(row[: len(place)])
+    assert packed.shape == (len(places), tap.shape[-1])
+    if tap.is_cuda:
+        from services.target import pack_kernel  # its import decides between a GPU and Triton's interpreter
+
+        pack_kernel.pack(tap, places, packed, checksum)
+        return
+    packed.copy_(tap.flatten(0, 1)[places])
+    checksum += checksum_of(packed)

@@ -1,7 +1,7 @@
-"""From the forward's taps to an announced slot, without holding up the next forward.
+"""From the packed taps to an announced slot, without holding up the next forward.
 
-    main thread        pack into a staging buffer (forward's stream) -> copy to the slot (copy stream) -> mark
-    publisher thread   wait for the mark -> seal the header -> SlotReady until answered
+    main thread        forward and pack into a staging buffer (its stream) -> copy to the slot (copy stream) -> mark
+    publisher thread   wait for the mark -> seal the header -> SlotReady until answered -> figures
 
 Staging buffers are made at start and used again only after their mark: nothing else protects them.
 """
@@ -13,44 +13,53 @@ from collections.abc import Sequence
 from queue import Empty, Queue
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from common import faults
-from common.checksum import checksum
-from common.copy_stream import CopyStream, Mark, mark_computation
-from common.hidden_buffer import HiddenBuffer
+from common.copy_stream import CopyStream, Mark
 from common.layout import SlotHeader
 from common.lifecycle import Actor
 from common.messages import Held, Lease, SlotReady
 from common.ring import RingWriter, WritableSlot
-from services.target.pack import pack
+from services.target.health import Health
 from services.target.rows import TargetRows
+from services.target.staging import Staging
 
-_NUM_STAGINGS = 2
 _WAIT_S = 0.1
 
 
 class _Flight(NamedTuple):
     lease: Lease
     rows: TargetRows
-    staging: HiddenBuffer
+    staging: Staging
     slot: WritableSlot
     copied: Mark
+    host_laps_s: dict[str, float]
 
 
 class Publisher:
-    """Packs, copies and announces; knows which leases are not answered for yet."""
+    """Copies and announces; knows which leases are not answered for yet."""
 
-    def __init__(self, actor: Actor, writer: RingWriter, slots_per_ring: int, device: torch.device, plan_hash: bytes) -> None:
+    def __init__(
+        self,
+        actor: Actor,
+        writer: RingWriter,
+        slots_per_ring: int,
+        stagings: Sequence[Staging],
+        health: Health,
+        device: torch.device,
+        plan_hash: bytes,
+    ) -> None:
         self._actor = actor
         self._writer = writer
         self._slots_per_ring = slots_per_ring
-        self._device = device
+        self._health = health
         self._plan_hash = plan_hash
         self._copies = CopyStream(device)
-        self._free: Queue[HiddenBuffer] = Queue()
-        for _ in range(_NUM_STAGINGS):
-            self._free.put(HiddenBuffer(writer.layout, device))
+        self._free: Queue[Staging] = Queue()
+        for staging in stagings:
+            self._free.put(staging)
         self._flights: Queue[_Flight] = Queue()
         self._held: set[tuple[int, int]] = set()
         self._num_copying = 0  # sent, and not yet in their slots
@@ -68,49 +77,47 @@ class Publisher:
         with self._lock:
             return math.inf if self._num_copying else self._idle_since
 
-    def send(self, lease: Lease, rows: TargetRows, taps: Sequence[torch.Tensor]) -> None:
-        """Bring one batch on its way; waits only for a free staging buffer."""
+    def take_staging(self, lease: Lease) -> Staging:
+        """Room for the batch of a lease; waits while the device still works on all of them: no waiting for others."""
         with self._lock:
             self._held.add((lease.slot, lease.generation))
-            self._num_copying += 1
-        num_tokens = len(rows.packed.input_ids)
-        slot = self._writer.open(lease.slot % self._slots_per_ring, num_tokens, len(rows.packed.sample_ids))
-        staging = self._take_staging()
-        hidden_states = staging.as_in_slot(num_tokens)
-        pack(taps, rows.lengths, hidden_states, split=self._writer.layout.split)
-        staging.device_checksum.copy_(checksum(hidden_states))
-        with self._copies.after(mark_computation(self._device)):
-            slot.hidden_states.copy_(hidden_states, non_blocking=True)
-            staging.checksum.copy_(staging.device_checksum, non_blocking=True)
-        copied = self._copies.mark()
-        faults.reach("target.mid_copy")
-        for place, array in zip(slot.rows, rows.packed, strict=True):
-            place[:] = array
-        self._flights.put(_Flight(lease, rows, staging, slot, copied))
-
-    def _take_staging(self) -> HiddenBuffer:
-        """The device still works on what the buffers hold: no waiting for others."""
         while True:
             try:
                 return self._free.get(timeout=_WAIT_S)
             except Empty:
                 self._actor.keep_waiting()
 
+    def send(self, lease: Lease, rows: TargetRows, staging: Staging, host_laps_s: dict[str, float]) -> None:
+        """Bring a batch, whose forward was launched, on its way to its slot; waits for nothing."""
+        with self._lock:
+            self._num_copying += 1
+        slot = self._writer.open(lease.slot % self._slots_per_ring, len(rows.places), len(rows.packed.sample_ids))
+        copied = staging.copy_to(slot, self._copies)
+        faults.reach("target.mid_copy")
+        for place, array in zip(slot.rows, rows.packed, strict=True):
+            place[:] = array
+        self._flights.put(_Flight(lease, rows, staging, slot, copied, host_laps_s))
+
     def _announce(self) -> None:
         while True:
             flight = self._flights.get()
             flight.copied.wait()
+            copied_s = time.monotonic()
             with self._lock:
                 self._num_copying -= 1
-                self._idle_since = time.monotonic()
+                self._idle_since = copied_s
             flight.slot.seal(self._header_of(flight))
+            watch, laps_s = flight.staging.watch, flight.staging.laps_s()
             self._free.put(flight.staging)
-            lease = flight.lease
+            lease, rows = flight.lease, flight.rows
             faults.reach("target.before_slot_ready")
             self._actor.channel.ask(SlotReady(lease.slot, lease.generation), lambda: not self._actor.stopping)
             faults.reach("target.after_slot_ready")
             with self._lock:
                 self._held.discard((lease.slot, lease.generation))
+            laps_s |= flight.host_laps_s | {"publish_s": time.monotonic() - copied_s}
+            lengths, num_padded = np.diff(rows.packed.cu_seqlens), rows.input_ids.numel()
+            self._health.record(lease.info.batch, lengths, num_padded, watch, copied_s, laps_s)
 
     def _header_of(self, flight: _Flight) -> SlotHeader:
         packed = flight.rows.packed
@@ -120,6 +127,6 @@ class Publisher:
             batch=flight.lease.info.batch,
             num_tokens=len(packed.input_ids),
             num_samples=len(packed.sample_ids),
-            hidden_checksum=int(flight.staging.checksum),
+            hidden_checksum=flight.staging.checksum(),
             rows_checksum=packed.checksum(),
         )

@@ -8,8 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from common.dataset import Dataset
+from common.padding import padded_lengths
 from common.ring import Rows
 
 
@@ -17,26 +19,37 @@ class TargetRows(NamedTuple):
     """A batch as the target runs it and as the drafter receives it."""
 
     input_ids: torch.Tensor  # int64 [B, S] on the CPU, right-padded with 0
-    lengths: list[int]  # [B]
+    places: NDArray[np.int32]  # [T], the number of each real token among the B * S
     packed: Rows
 
 
-def read_rows(dataset: Dataset, sample_ids: Sequence[int]) -> TargetRows:
-    """Read the samples, one row each in the given order, padded to the longest.
+def read_rows(dataset: Dataset, sample_ids: Sequence[int], bucket_lengths: Sequence[int]) -> TargetRows:
+    """Read the samples, one row each in the given order, as long as `common.padding` says.
 
     Raises:
         DataError: a file of the data set is damaged.
     """
     samples = [dataset.read(sample_id) for sample_id in sample_ids]
-    lengths = [len(sample.input_ids) for sample in samples]
-    padded = np.zeros((len(samples), max(lengths)), np.int64)
-    for row, sample in zip(padded, samples, strict=True):
-        row[: len(sample.input_ids)] = sample.input_ids
+    masks = [sample.loss_mask for sample in samples]
+    length = int(padded_lengths(np.array(max(len(mask) for mask in masks)), bucket_lengths))
+    return make_rows([sample.input_ids for sample in samples], masks, sample_ids, length)
+
+
+def make_rows(
+    tokens: Sequence[NDArray[np.integer]], masks: Sequence[NDArray[np.generic]], sample_ids: Sequence[int], padded_length: int
+) -> TargetRows:
+    """The rows of documents: tokens and loss mask of each, no longer than `padded_length`."""
+    lengths = [len(row) for row in tokens]
+    padded = np.zeros((len(tokens), padded_length), np.int64)
+    for place, row in zip(padded, tokens, strict=True):
+        place[: len(row)] = row
+    position_ids = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
     packed = Rows(
-        input_ids=np.concatenate([sample.input_ids for sample in samples]),
-        loss_mask=np.concatenate([sample.loss_mask for sample in samples]).astype(np.uint8),
-        position_ids=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
+        input_ids=np.concatenate(tokens),
+        loss_mask=np.concatenate(masks).astype(np.uint8),
+        position_ids=position_ids,
         cu_seqlens=np.cumsum([0, *lengths], dtype=np.int32),
         sample_ids=np.array(sample_ids, np.int64),
     )
-    return TargetRows(torch.from_numpy(padded), lengths, packed)
+    starts = np.repeat(np.arange(len(lengths)) * padded_length, lengths)
+    return TargetRows(torch.from_numpy(padded), (position_ids + starts).astype(np.int32), packed)

@@ -13,9 +13,15 @@ from common.layout import SlotLayout
 from common.lifecycle import Actor, StoppedError
 from common.messages import Lease, Work
 from common.ring import RingWriter
+from common.stopwatch import Stopwatch
+from services.target.flops import ForwardFlops
+from services.target.health import Health
 from services.target.model import TargetModel
 from services.target.publisher import Publisher
 from services.target.rows import read_rows
+from services.target.warmup import WarmUp
+
+_HOST = torch.device("cpu")
 
 log = logging.getLogger(__name__)
 
@@ -33,34 +39,40 @@ class TargetService:
         paths = {"train": config.data.path, "eval": config.data.eval_path}
         damaged = config.data.skip_damaged
         self._datasets = {kind: Dataset.open(Path(path), damaged=damaged) for kind, path in paths.items() if path}
-        writer = RingWriter(actor.args.ring_fd, SlotLayout.of(config), config.ring.num_slots)
+        layout = SlotLayout.of(config)
+        writer = RingWriter(actor.args.ring_fd, layout, config.ring.num_slots)
         began = time.monotonic()
         self._model = TargetModel.load(config, self._device)
         log.info("model loaded in %.1f s", time.monotonic() - began)
+        if config.targets.compile:
+            self._model.compile_layers()
         welcome = actor.join()
-        self._publisher = Publisher(actor, writer, config.ring.num_slots, self._device, welcome.plan_hash)
+        actor.notices.phase(Phase.WARMING_UP)
+        stagings = WarmUp(self._model, layout, config.plan, self._device).run(welcome.shapes, self._check_stop)
+        health = Health(actor.metrics, ForwardFlops(self._model.decoder), self._device)
+        self._publisher = Publisher(actor, writer, config.ring.num_slots, stagings, health, self._device, welcome.plan_hash)
 
     def run(self) -> None:
         """Work until told to stop, which ends it by StoppedError; a target never knows when the run is over."""
         self._actor.notices.phase(Phase.READY)
-        while not self._actor.stopping:
-            began = time.monotonic()
+        bucket_lengths = self._actor.config.plan.bucket_lengths
+        while True:
+            self._check_stop()
+            clock = Stopwatch(_HOST)
             lease = self._next_lease()
-            leased = time.monotonic()
-            rows = read_rows(self._datasets[lease.info.kind], lease.sample_ids)
-            taps = self._model.forward(rows.input_ids.to(self._device, non_blocking=True))
-            computed = time.monotonic()
-            self._publisher.send(lease, rows, taps)
-            self._actor.notices.add(num_batches=1, num_tokens=len(rows.packed.input_ids))
-            self._actor.metrics.write(
-                batch=lease.info.batch,
-                num_tokens=len(rows.packed.input_ids),
-                waiting_for_work_s=leased - began,
-                forward_s=computed - leased,
-                publish_s=time.monotonic() - computed,
-            )
+            clock.lap(f"waiting_for_{lease.lacked}_s")
+            rows = read_rows(self._datasets[lease.info.kind], lease.sample_ids, bucket_lengths)
+            clock.lap("read_s")
+            staging = self._publisher.take_staging(lease)
+            clock.lap("waiting_for_staging_s")
+            self._model.run(staging.upload(rows), staging.keep)
+            clock.lap("launch_s")
+            self._publisher.send(lease, rows, staging, clock.laps_s())
+            self._actor.notices.add(num_batches=1, num_tokens=len(rows.places))
 
-        raise StoppedError
+    def _check_stop(self) -> None:
+        if self._actor.stopping:
+            raise StoppedError
 
     def _next_lease(self) -> Lease:
         """Waits for a free slot of the ring, or for a batch that is still needed."""

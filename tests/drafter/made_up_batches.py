@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.config import ActorsConfig, Config, DataConfig, DraftConfig, ModelConfig, PlanConfig, TrainConfig
+from common.config import ActorsConfig, Config, DataConfig, DraftConfig, ModelConfig, PlanConfig, TargetsConfig, TrainConfig
 from common.target_shape import TargetShape
 from services.drafter.anchors import Bools, Ints
 from services.drafter.step import PackedBatch
@@ -52,7 +52,7 @@ def make_config(
         draft=draft,
         data=DataConfig(),
         plan=PlanConfig(bucket_lengths=[64], max_tokens_per_batch=256, batches_per_step=1),
-        targets=ActorsConfig(devices=["cpu"]),
+        targets=TargetsConfig(devices=["cpu"]),
         drafters=ActorsConfig(devices=["cpu"]),
         train=TrainConfig(**{"anchors_per_batch": 16, **train}),
         target_shape=shape,

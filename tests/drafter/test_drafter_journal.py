@@ -2,10 +2,10 @@
 
 import torch
 
+from common.stopwatch import Stopwatch
 from services.drafter.journal import Journal, StepCost, StepFigures
 from services.drafter.optimizer import StepResult
 from services.drafter.quarantine import BatchFacts, QuarantinedBatch
-from services.drafter.stopwatch import Stopwatch
 
 
 def make_result(loss: float, *, found_inf: float = 0.0, stop: float = 0.0) -> StepResult:

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from services.drafter import cross_entropy_kernel
 from services.drafter.loss import DPACE_SMOOTHING, cross_entropy, decay_weights, dpace_weights, frozen_head_loss
 
 GENERATOR_SEED = 5
@@ -92,10 +93,8 @@ def test_dpace_weights_are_the_gradient_of_the_expected_acceptance() -> None:
 @pytest.mark.parametrize("vocab_size", [40, 128, 5000])
 @pytest.mark.parametrize("with_gradient", [False, True])
 def test_the_kernel_equals_float64(vocab_size: int, with_gradient: bool) -> None:
-    pytest.importorskip("triton")
+    """On a GPU, or in Triton's interpreter."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    from services.drafter import cross_entropy_kernel
-
     hidden, head, labels, _ = problem(6, 16, vocab_size)
     logits = (hidden @ head.T * 3).to(device)
     labels = labels.to(device)

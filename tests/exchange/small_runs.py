@@ -6,7 +6,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common import memory
-from common.config import ActorsConfig, Config, DataConfig, DraftConfig, EvaluationConfig, ModelConfig, PlanConfig, RingConfig
+from common.config import (
+    ActorsConfig,
+    Config,
+    DataConfig,
+    DraftConfig,
+    EvaluationConfig,
+    ModelConfig,
+    PlanConfig,
+    RingConfig,
+    TargetsConfig,
+)
 from common.messages import Incarnation
 from common.slot_table import SlotTable, table_bytes
 from common.target_shape import TargetShape
@@ -60,7 +70,7 @@ def make_config(
             epochs=epochs,
         ),
         ring=RingConfig(num_slots=num_slots),
-        targets=ActorsConfig(devices=["cpu"] * num_targets),
+        targets=TargetsConfig(devices=["cpu"] * num_targets),
         drafters=ActorsConfig(devices=["cpu"] * num_drafters),
         evaluation=EvaluationConfig(every_steps=every_steps),
         target_shape=shape,

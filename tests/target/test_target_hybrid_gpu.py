@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import Qwen3_5TextConfig
 
-from common.config import ActorsConfig, Config, DataConfig, DraftConfig, ModelConfig, PlanConfig, SyntheticConfig
+from common.config import ActorsConfig, Config, DataConfig, DraftConfig, ModelConfig, PlanConfig, SyntheticConfig, TargetsConfig
 from common.target_shape import read_target_shape
 from services.target.linear_attention import causal_convolution
 from services.target.model import TargetModel
@@ -43,7 +43,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
         draft=DraftConfig(mask_token_id=VOCABULARY - 1, tap_layers=[0, 3], dtype="bfloat16"),
         data=DataConfig(synthetic=SyntheticConfig(num_samples=1, num_eval_samples=1, min_length=2, max_length=2)),
         plan=PlanConfig(bucket_lengths=[256], max_tokens_per_batch=1024, batches_per_step=1),
-        targets=ActorsConfig(devices=["cuda"]),
+        targets=TargetsConfig(devices=["cuda"]),
         drafters=ActorsConfig(devices=["cuda"]),
         target_shape=read_target_shape(Path(folder)),
     )

@@ -23,10 +23,17 @@ from common.config import Config
 from common.layout import SlotLayout
 from common.lifecycle import Actor
 from common.messages import BatchInfo, Done, Held, Hello, Lease, Reply, SlotReady, Welcome
-from common.ring import RingReader, RingWriter, Rows
+from common.metrics import read_metrics
+from common.ring import RingReader, RingWriter
+from services.target.flops import ForwardFlops
+from services.target.health import Health
+from services.target.model import TargetModel
 from services.target.publisher import Publisher
-from services.target.rows import TargetRows
+from services.target.rows import TargetRows, make_rows
+from services.target.staging import Staging
+from services.target.warmup import NUM_STAGINGS
 
+CPU = torch.device("cpu")
 ROOT = Path(__file__).parent.parent.parent
 NUM_SLOTS, PLAN_HASH = 2, b"p" * 16
 
@@ -76,7 +83,7 @@ def actor(tmp_path: Path, exchange: SmallExchange, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(ROOT)
     overrides = [
         f"plan.bucket_lengths=[{200 * scale}]",
-        f"plan.max_tokens_per_batch={300 * scale}",
+        f"plan.max_tokens_per_batch={400 * scale}",
         f"ring.num_slots={NUM_SLOTS}",
     ]
     overrides += ["draft.tap_layers=[0, 1, 2, 3]", "ring.dtype=float32"]  # much to copy for few rows
@@ -88,23 +95,42 @@ def actor(tmp_path: Path, exchange: SmallExchange, monkeypatch: pytest.MonkeyPat
     actor.close()
 
 
+class SmallTarget:
+    """The parts of a target behind its model, on a ring of their own."""
+
+    def __init__(self, actor: Actor, device: str) -> None:
+        self.layout = SlotLayout.of(actor.config)
+        self.device = torch.device(device)
+        fd = memory.create("ring", self.layout.ring_bytes(NUM_SLOTS))
+        self.reader = RingReader(fd, self.layout, NUM_SLOTS)
+        writer = RingWriter(fd, self.layout, NUM_SLOTS)
+        stagings = [Staging(self.layout, self.device) for _ in range(NUM_STAGINGS)]
+        health = Health(actor.metrics, ForwardFlops(TargetModel.load(actor.config, CPU).decoder), self.device)
+        self.publisher = Publisher(actor, writer, NUM_SLOTS, stagings, health, self.device, PLAN_HASH)
+
+    def send(self, lease: Lease, rows: TargetRows, taps: list[torch.Tensor]) -> None:
+        """What the service does with a batch, with given taps instead of a forward."""
+        staging = self.publisher.take_staging(lease)
+        staging.upload(rows)
+        for tap_index, tap in enumerate(taps):
+            staging.keep(tap_index, tap)
+        self.publisher.send(lease, rows, staging, {"launch_s": 0.0})
+
+
 @pytest.mark.parametrize(("device", "scale"), [("cpu", 1), pytest.param("cuda", 1000, marks=pytest.mark.gpu)])
 def test_header_has_the_checksums_of_what_the_slot_holds(
     actor: Actor, exchange: SmallExchange, device: str, scale: int
 ) -> None:
     """On a GPU the next forward's allocations come while the checksum still waits for the copy before it."""
-    config, layout = actor.config, SlotLayout.of(actor.config)
-    fd = memory.create("ring", layout.ring_bytes(NUM_SLOTS))
-    publisher = Publisher(actor, RingWriter(fd, layout, NUM_SLOTS), NUM_SLOTS, torch.device(device), PLAN_HASH)
-    reader = RingReader(fd, layout, NUM_SLOTS)
+    target = SmallTarget(actor, device)
     exchange.may_answer.set()
     for generation in (1, 2, 3):
         slot = generation % NUM_SLOTS
-        rows, taps = _make_batch(config, [200 * scale, 100 * scale], generation, device)
-        publisher.send(_lease(slot, generation), rows, taps)
+        rows, taps = _make_batch(actor.config, [200 * scale, 100 * scale], generation, device)
+        target.send(_lease(slot, generation), rows, taps)
         _later = [torch.full((), 7, dtype=torch.int64, device=device) for _ in range(64)]
         _wait_until(lambda generation=generation: len(exchange.ready) == generation)  # type: ignore[misc]
-        written = reader.open(slot)
+        written = target.reader.open(slot)
         assert written.header.hidden_checksum == int(checksum(written.hidden_states))
         assert written.header.rows_checksum == written.rows.checksum()
         assert written.header[:5] == (PLAN_HASH, generation, 10 * generation, 300 * scale, 2)
@@ -115,16 +141,31 @@ def test_header_has_the_checksums_of_what_the_slot_holds(
 
 @pytest.mark.parametrize("scale", [1])
 def test_a_lease_is_held_until_its_announcement_is_answered(actor: Actor, exchange: SmallExchange, scale: int) -> None:
-    layout = SlotLayout.of(actor.config)
-    ring = RingWriter(memory.create("ring", layout.ring_bytes(NUM_SLOTS)), layout, NUM_SLOTS)
-    publisher = Publisher(actor, ring, NUM_SLOTS, torch.device("cpu"), PLAN_HASH)
-    assert publisher.held() == []
+    target = SmallTarget(actor, "cpu")
+    assert target.publisher.held() == []
     for slot in (1, 0):
-        publisher.send(_lease(slot, generation=5 + slot), *_make_batch(actor.config, [3, 2], slot, "cpu"))
-    assert publisher.held() == [Held(0, 5), Held(1, 6)]
+        target.send(_lease(slot, generation=5 + slot), *_make_batch(actor.config, [3, 2], slot, "cpu"))
+    assert target.publisher.held() == [Held(0, 5), Held(1, 6)]
     exchange.may_answer.set()
-    _wait_until(lambda: not publisher.held())
+    _wait_until(lambda: not target.publisher.held())
     assert exchange.ready == [SlotReady(1, 6), SlotReady(0, 5)]
+
+
+@pytest.mark.parametrize("scale", [1])
+def test_figures_of_every_batch_are_written(actor: Actor, exchange: SmallExchange, scale: int) -> None:
+    target = SmallTarget(actor, "cpu")
+    exchange.may_answer.set()
+    for generation in (1, 2):
+        target.send(_lease(0, generation), *_make_batch(actor.config, [3, 2], generation, "cpu"))
+        _wait_until(lambda: not target.publisher.held())
+    _wait_until(lambda: len(list(read_metrics(actor.run_dir, actor.name))) == 2)
+    first, second = read_metrics(actor.run_dir, actor.name)
+    assert (first["batch"], first["num_tokens"], first["num_padded_tokens"]) == (10, 5, 6)
+    assert (second["batch"], second["utilisation"]) == (20, None)
+    seconds = {name for name in second if name.endswith("_s") and name not in ("time_s", "tokens_per_s")}
+    assert seconds == {"interval_s", "upload_s", "forward_s", "pack_s", "copy_s", "launch_s", "publish_s", "idle_s"}
+    assert all(second[name] >= 0 for name in seconds)
+    assert second["tokens_per_s"] == pytest.approx(5 / second["interval_s"])
 
 
 def _wait_until(holds: Callable[[], bool]) -> None:
@@ -142,14 +183,7 @@ def _make_batch(config: Config, lengths: list[int], seed: int, device: str) -> t
     """Rows of random tokens and one random tap [B, S, H] per tapped layer."""
     random = np.random.default_rng(seed)
     tokens = [random.integers(0, 60, length).astype(np.int32) for length in lengths]
-    packed = Rows(
-        input_ids=np.concatenate(tokens),
-        loss_mask=np.ones(sum(lengths), np.uint8),
-        position_ids=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
-        cu_seqlens=np.cumsum([0, *lengths], dtype=np.int32),
-        sample_ids=np.array([3, 4], np.int64),
-    )
+    rows = make_rows(tokens, [np.ones(length, np.uint8) for length in lengths], [3, 4], max(lengths))
     generator = torch.Generator().manual_seed(seed)
     shape = (len(lengths), max(lengths), config.shape.hidden_size)
-    taps = [torch.randn(shape, generator=generator).to(device) for _ in config.draft.tap_layers]
-    return TargetRows(torch.empty(0, dtype=torch.int64), lengths, packed), taps
+    return rows, [torch.randn(shape, generator=generator).to(device) for _ in config.draft.tap_layers]

@@ -18,7 +18,7 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from common.config import ActorsConfig, Config, DataConfig, DraftConfig, ModelConfig, PlanConfig, SyntheticConfig
+from common.config import ActorsConfig, Config, DataConfig, DraftConfig, ModelConfig, PlanConfig, SyntheticConfig, TargetsConfig
 from common.target_shape import read_target_shape
 
 CPU = torch.device("cpu")
@@ -83,7 +83,7 @@ def make_config(folder: Path, tap_layers: list[int], *, random_init: bool = Fals
         draft=DraftConfig(mask_token_id=VOCABULARY - 1, tap_layers=tap_layers, dtype="float32"),
         data=DataConfig(synthetic=SyntheticConfig(num_samples=1, num_eval_samples=1, min_length=2, max_length=2)),
         plan=PlanConfig(bucket_lengths=[16], max_tokens_per_batch=64, batches_per_step=1),
-        targets=ActorsConfig(devices=["cpu"]),
+        targets=TargetsConfig(devices=["cpu"]),
         drafters=ActorsConfig(devices=["cpu"]),
         target_shape=read_target_shape(folder),
     )

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: events on a GPU's stream, read when they are over; the clock on the CPU."""
+"""Where time goes: events on a GPU's stream, read when they are over; the clock on the CPU."""
 
 import time
 
@@ -6,7 +6,7 @@ import torch
 
 
 class Stopwatch:
-    """Starts when it is made."""
+    """Starts when it is made, on the current stream of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -14,14 +14,20 @@ class Stopwatch:
         self._marks = [self._mark()]
 
     def lap(self, name: str) -> None:
-        """End a part of the step; nothing waits."""
+        """End a part of the work; nothing waits."""
         self._names.append(name)
         self._marks.append(self._mark())
 
     def laps_s(self) -> dict[str, float]:
-        """Seconds of each lap, called when the device has passed the last."""
-        pairs = zip(self._marks, self._marks[1:], strict=False)
-        return {name: self._between_s(*pair) for name, pair in zip(self._names, pairs, strict=True)}
+        """Seconds of the laps, those of one name together, called when the device has passed the last."""
+        laps_s = dict.fromkeys(self._names, 0.0)
+        for name, start, end in zip(self._names, self._marks, self._marks[1:], strict=False):
+            laps_s[name] += self._between_s(start, end)
+        return laps_s
+
+    def pause_s(self, before: "Stopwatch") -> float:
+        """Seconds from the end of the watch before to the start of this one, called when the device has passed both."""
+        return self._between_s(before._marks[-1], self._marks[0])
 
     def _mark(self) -> "torch.cuda.Event | float":
         if not self._on_gpu:

@@ -1,0 +1,52 @@
+"""Floating-point operations of a target's forward: those of the matrix products that the real tokens need.
+
+A multiplication and an addition are two. T tokens of a document.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+from transformers import PreTrainedModel
+
+PEAK_FLOPS_PER_S = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}  # bfloat16, dense, NVIDIA's data sheets
+
+
+class ForwardFlops:
+    """Counts once what a token costs in the layers of a decoder; the embedding is no product, the head is not run."""
+
+    def __init__(self, decoder: PreTrainedModel) -> None:
+        config: Any = decoder.config
+        layers = decoder.layers
+        assert isinstance(layers, nn.ModuleList)
+        kinds: list[str] = list(getattr(config, "layer_types", None) or ["full_attention"] * len(layers))[: len(layers)]
+        num_weights = sum(module.weight.numel() for module in layers.modules() if isinstance(module, (nn.Linear, nn.Conv1d)))
+        rules = [_delta_rule(config) for kind in kinds if kind == "linear_attention"]
+        self._per_token: float = 2.0 * num_weights + sum(rules)
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self._per_pair: float = 4.0 * config.num_attention_heads * head_dim  # query with key, weight with value
+        window = getattr(config, "sliding_window", None) or 0
+        self._windows = [window if kind == "sliding_attention" else 0 for kind in kinds if kind != "linear_attention"]
+
+    def of(self, lengths: NDArray[np.integer]) -> float:
+        """Of one batch of documents of these lengths; padding costs time but is not counted."""
+        tokens = lengths.astype(np.float64)
+        pairs = sum(_num_causal_pairs(tokens, window) for window in self._windows)
+        return self._per_token * float(tokens.sum()) + self._per_pair * pairs
+
+
+def peak_flops_per_s(device_name: str) -> float | None:
+    """What a GPU of this name can do at most, or None where it is not known."""
+    return next((peak for name, peak in PEAK_FLOPS_PER_S.items() if name in device_name), None)
+
+
+def _delta_rule(config: Any) -> float:
+    """Of a token in a gated delta rule (arXiv 2412.06464), step by step: S k, the update of S by an outer product, S q."""
+    return 6.0 * float(config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim)
+
+
+def _num_causal_pairs(tokens: NDArray[np.float64], window: int) -> float:
+    """T (T + 1) / 2 per document, less what lies outside the window."""
+    beyond = np.maximum(tokens - window, 0.0) if window else np.zeros_like(tokens)
+    return float((tokens * (tokens + 1) - beyond * (beyond + 1)).sum()) / 2

@@ -1,0 +1,84 @@
+"""Where a target's time goes: a line of figures per batch in its metrics, a sentence in its log now and then.
+
+Seconds of the host: waiting_for_work, waiting_for_slot, waiting_for_staging (the device is behind: nothing is lost), read,
+launch, publish. Seconds of the device: upload, forward, pack, copy, and idle, between one batch and the next.
+"""
+
+import logging
+import time
+from collections import defaultdict
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from common.metrics import MetricsWriter
+from common.stopwatch import Stopwatch
+from services.target.flops import ForwardFlops, peak_flops_per_s
+
+_REPORT_S = 60.0
+_SHARES = ("forward", "pack", "copy", "idle", "waiting_for_slot", "waiting_for_work")
+
+log = logging.getLogger(__name__)
+
+
+class Health:
+    """Belongs to the publisher's thread, which sees every batch when the device is done with it."""
+
+    def __init__(self, metrics: MetricsWriter, flops: ForwardFlops, device: torch.device) -> None:
+        self._metrics = metrics
+        self._flops = flops
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        self._peak = peak_flops_per_s(name)
+        self._watch: Stopwatch | None = None
+        self._copied_s = self._reported_s = time.monotonic()
+        self._sums: dict[str, float] = defaultdict(float)
+
+    def record(
+        self,
+        batch: int,
+        lengths: NDArray[np.integer],
+        num_padded_tokens: int,
+        watch: Stopwatch,
+        copied_s: float,
+        laps_s: dict[str, float],
+    ) -> None:
+        """Take the figures of one batch.
+
+        Args:
+            batch: its number in the sequence.
+            lengths: tokens of each document, [D].
+            num_padded_tokens: tokens that the forward computed.
+            watch: of the forward's stream, whose end was reached.
+            copied_s: when its slot was full (CLOCK_MONOTONIC).
+            laps_s: seconds by name, of host and device.
+        """
+        interval_s, self._copied_s = copied_s - self._copied_s, copied_s
+        laps_s = laps_s | {"idle_s": max(0.0, watch.pause_s(self._watch)) if self._watch else 0.0}
+        self._watch = watch
+        num_tokens, flops = int(lengths.sum()), self._flops.of(lengths)
+        self._metrics.write(
+            batch=batch,
+            num_tokens=num_tokens,
+            num_padded_tokens=num_padded_tokens,
+            interval_s=interval_s,
+            **laps_s,
+            tokens_per_s=num_tokens / interval_s,
+            tflops=flops / interval_s * 1e-12,
+            utilisation=flops / interval_s / self._peak if self._peak else None,
+            time_s=time.time(),
+        )
+        for name, value in (laps_s | {"num_tokens": num_tokens, "flops": flops, "interval_s": interval_s}).items():
+            self._sums[name] += value
+        if copied_s - self._reported_s >= _REPORT_S:
+            self._report()
+            self._reported_s = copied_s
+
+    def _report(self) -> None:
+        """What the last minute went into, in shares of it."""
+        sums, interval_s = self._sums, self._sums["interval_s"]
+        shares = ", ".join(f"{name.replace('_', ' ')} {sums[f'{name}_s'] / interval_s:.1%}" for name in _SHARES)
+        utilisation = f", {sums['flops'] / interval_s / self._peak:.1%} of peak" if self._peak else ""
+        speed = f"{sums['num_tokens'] / interval_s:,.0f} tokens/s, {sums['flops'] / interval_s * 1e-12:.1f} TFLOP/s"
+        log.info("%s%s; %s", speed, utilisation, shares)
+        self._sums.clear()

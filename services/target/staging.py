@@ -1,0 +1,83 @@
+"""What one batch needs on the device beside the forward's own memory, made once and used again and again.
+
+B rows, S padded length, T real tokens of all rows, K taps, H hidden size.
+"""
+
+import torch
+
+from common.copy_stream import CopyStream, Mark, mark_computation
+from common.hidden_buffer import HiddenBuffer
+from common.layout import SlotLayout
+from common.ring import WritableSlot
+from common.stopwatch import Stopwatch
+from services.target.pack import pack
+from services.target.rows import TargetRows
+
+
+class Staging:
+    """The inputs of a batch and its packed taps. Used again only after the mark of `copy_to`: nothing else protects it.
+
+        staging.upload(rows) -> forward, which calls staging.keep for every tap -> staging.copy_to(slot, copies) -> mark
+
+    All of it is launched without waiting for the device, and allocates nothing.
+    """
+
+    def __init__(self, layout: SlotLayout, device: torch.device) -> None:
+        capacity, pinned = layout.capacity_tokens, device.type == "cuda"
+        self._device = device
+        self._hidden = HiddenBuffer(layout, device)
+        self._host_ids = torch.empty(capacity, dtype=torch.int64, pin_memory=pinned)
+        self._host_places = torch.empty(capacity, dtype=torch.int32, pin_memory=pinned)
+        self._ids = torch.empty(capacity, dtype=torch.int64, device=device)
+        self._places = torch.empty(capacity, dtype=torch.int32, device=device)
+        self._num_tokens = 0
+        self.watch = Stopwatch(device)  # of the forward's stream
+        self._copy_watch = self.watch
+
+    def upload(self, rows: TargetRows) -> torch.Tensor:
+        """Begin a batch: its token ids on the device, int64 [B, S]."""
+        self.watch = Stopwatch(self._device)
+        self._num_tokens = len(rows.places)
+        self._hidden.device_checksum.zero_()
+        _upload(torch.from_numpy(rows.places), self._host_places, self._places)
+        ids = _upload(rows.input_ids.view(-1), self._host_ids, self._ids)
+        self.watch.lap("upload_s")
+        return ids.view(rows.input_ids.shape)
+
+    def keep(self, tap_index: int, tap: torch.Tensor) -> None:
+        """Pack tap number `tap_index` [B, S, H] while the forward goes on."""
+        self.watch.lap("forward_s")
+        pack(tap, self._places[: self._num_tokens], self._by_tap()[tap_index], self._hidden.device_checksum)
+        self.watch.lap("pack_s")
+
+    def copy_to(self, slot: WritableSlot, copies: CopyStream) -> Mark:
+        """Copy the packed taps to a slot of this batch's size, after all that was launched; reached when they are there."""
+        with copies.after(mark_computation(self._device)):
+            self._copy_watch = Stopwatch(self._device)
+            slot.hidden_states.copy_(self._hidden.as_in_slot(self._num_tokens), non_blocking=True)
+            self._hidden.checksum.copy_(self._hidden.device_checksum, non_blocking=True)
+            self._copy_watch.lap("copy_s")
+        return copies.mark()
+
+    def checksum(self) -> int:
+        """Of what was copied to the slot; to be read when the mark is reached."""
+        return int(self._hidden.checksum)
+
+    def laps_s(self) -> dict[str, float]:
+        """Seconds on the device of upload, forward, pack and copy; to be read when the mark is reached."""
+        return self.watch.laps_s() | self._copy_watch.laps_s()
+
+    def hidden_states(self) -> torch.Tensor:
+        """[T, K, H] as packed so far, whatever the layout of the slot."""
+        return self._hidden.hidden_states(self._num_tokens)
+
+    def _by_tap(self) -> torch.Tensor:
+        """[K, T, H], a window onto either layout."""
+        return self.hidden_states().transpose(0, 1)
+
+
+def _upload(values: torch.Tensor, host: torch.Tensor, device: torch.Tensor) -> torch.Tensor:
+    """Through pinned memory, which alone is copied without waiting."""
+    count = len(values)
+    host[:count].copy_(values)
+    return device[:count].copy_(host[:count], non_blocking=True)

@@ -1,0 +1,125 @@
+"""The first forwards of a target: every kernel loaded, tuned or compiled and every buffer made before the first lease.
+
+On a GPU each shape of the plan runs once, largest first, so that later ones find their memory. On a CPU nothing is tuned:
+the smallest shape runs.
+"""
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+import torch
+
+from common.config import PlanConfig
+from common.errors import ConfigError
+from common.layout import SlotLayout
+from common.messages import BatchShape
+from services.target.model import TargetModel
+from services.target.rows import make_rows
+from services.target.staging import Staging
+
+NUM_STAGINGS = 2  # one is filled while the other is copied out
+_GIB = 2**30
+_STEP_TOKENS = 256
+_RESERVE = 0.97  # of the memory; fragments and the driver take the rest
+
+log = logging.getLogger(__name__)
+
+
+class WarmUp:
+    """Makes the staging buffers of a target and runs the model once for every shape."""
+
+    def __init__(self, model: TargetModel, layout: SlotLayout, plan: PlanConfig, device: torch.device) -> None:
+        self._model = model
+        self._layout = layout
+        self._plan = plan
+        self._device = device
+        self._on_gpu = device.type == "cuda"
+
+    def run(self, shapes: Sequence[BatchShape], check: Callable[[], None]) -> list[Staging]:
+        """Return the staging buffers.
+
+        Args:
+            shapes: those of the plan.
+            check: called between two forwards; ends the warm-up by raising.
+
+        Raises:
+            ConfigError: the largest batch does not fit into the device's memory; the message names what would.
+        """
+        began = time.monotonic()
+        ordered = sorted(shapes, key=lambda shape: shape.num_rows * shape.length, reverse=self._on_gpu)
+        stagings = self._try(self._layout, ordered if self._on_gpu else ordered[:1], check)
+        if stagings is None:
+            raise self._refusal(check)
+        log.info("warmed up %d shapes in %.1f s%s", len(shapes) if self._on_gpu else 1, time.monotonic() - began, self._peak())
+        return stagings
+
+    def _try(self, layout: SlotLayout, shapes: Sequence[BatchShape], check: Callable[[], None]) -> list[Staging] | None:
+        """None where the memory does not suffice."""
+        try:
+            stagings = [Staging(layout, self._device) for _ in range(NUM_STAGINGS)]
+            for shape in shapes:
+                check()
+                self._forward(stagings[0], shape)
+        except torch.OutOfMemoryError:
+            return None
+        return stagings
+
+    def _forward(self, staging: Staging, shape: BatchShape) -> None:
+        tokens = [np.zeros(shape.length, np.int32)] * shape.num_rows
+        rows = make_rows(tokens, tokens, range(shape.num_rows), shape.length)
+        self._model.run(staging.upload(rows), staging.keep)
+        if self._on_gpu:
+            torch.cuda.synchronize(self._device)
+
+    def _refusal(self, check: Callable[[], None]) -> ConfigError:
+        longest, found = self._plan.bucket_lengths[-1], self._plan.max_tokens_per_batch
+        memory = f"of the {self._allowed_bytes() / _GIB:.1f} GiB that this process may have on {self._device}"
+        tokens = self._fitting_tokens(check)
+        if tokens < longest:
+            return ConfigError(
+                f"plan.bucket_lengths: needed rows of at most {tokens} tokens, all {memory}, found {longest}; "
+                f"plan.max_tokens_per_batch can then be {tokens}"
+            )
+        return ConfigError(f"plan.max_tokens_per_batch: needed at most {tokens}, all {memory}, found {found}")
+
+    def _fitting_tokens(self, check: Callable[[], None]) -> int:
+        """Tokens of the largest batch that fits, found by what smaller ones take and then tried; 0 where none does."""
+        small, large = (self._peak_bytes(tokens) for tokens in (_STEP_TOKENS, 2 * _STEP_TOKENS))
+        if small is None or large is None:
+            return 0
+        per_token = (large - small) / _STEP_TOKENS
+        room = self._allowed_bytes() * _RESERVE - small
+        tokens = _round_down(min(_STEP_TOKENS + room / per_token, self._plan.max_tokens_per_batch - 1))
+        while tokens > 0 and self._peak_bytes(tokens) is None:
+            check()
+            tokens = _round_down(tokens * 0.95)
+        return tokens
+
+    def _peak_bytes(self, tokens: int) -> int | None:
+        """What a batch takes at most, weights and staging included; None where it does not fit. Only B * S counts."""
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        layout = msgspec.structs.replace(self._layout, capacity_tokens=tokens)
+        fits = self._try(layout, [BatchShape(tokens // _STEP_TOKENS, _STEP_TOKENS)], lambda: None) is not None
+        return torch.cuda.max_memory_allocated(self._device) if fits else None
+
+    def _allowed_bytes(self) -> int:
+        """What this process has or can still get, by the device and by its own limit."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        share = torch.cuda.get_per_process_memory_fraction(self._device)
+        return min(free + torch.cuda.memory_reserved(self._device), int(total * share))
+
+    def _peak(self) -> str:
+        if not self._on_gpu:
+            return ""
+        peak, reserved = torch.cuda.max_memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
+        return f"; at most {peak / _GIB:.1f} GiB of device memory in use, {reserved / _GIB:.1f} GiB reserved"
+
+
+def _round_down(tokens: float) -> int:
+    return int(tokens) // _STEP_TOKENS * _STEP_TOKENS
