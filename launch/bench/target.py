@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -29,15 +30,18 @@ from common.layout import SlotLayout
 from common.lifecycle import Actor
 from common.messages import Lease, Work
 from common.ring import RingWriter
+from common.stopwatch import Stopwatch
 from common.weights import fill_random, read_initializer_range
 from launch.bench.drafter import gemm_rate
 from launch.bench.shapes import SHAPES, random_run
 from launch.drain import Drain
 from launch.stage import Stage
-from services.drafter.stopwatch import Stopwatch
+from services.target.flops import ForwardFlops
+from services.target.health import Health
 from services.target.model import TargetModel
 from services.target.publisher import Publisher
 from services.target.rows import TargetRows, read_rows
+from services.target.warmup import WarmUp
 
 GIB = 2**30
 Step = Callable[[Callable[[], None]], object]  # calls its argument when it is about to launch the forward
@@ -61,7 +65,6 @@ class Half:
         args = argparse.Namespace(run_dir=stage.run_dir, index=0, place=place, board_fd=stage.fds.board)
         self.actor = Actor("target", args)
         self.device = torch.device(config.targets.devices[0])
-        self._writer = RingWriter(stage.fds.rings[0], SlotLayout.of(config), config.ring.num_slots)
         self._dataset = Dataset.open(Path(config.data.path))
         self._ids = itertools.cycle(range(len(self._dataset.lengths)))
         self._num_rows = num_rows
@@ -69,23 +72,39 @@ class Half:
         self.model = TargetModel.load(config, self.device)
         synchronize(self.device)
         self.load_s = time.perf_counter() - began
-        plan_hash = self.actor.join().plan_hash
-        self.publisher = Publisher(self.actor, self._writer, config.ring.num_slots, self.device, plan_hash)
+        if config.targets.compile:
+            self.model.compile_layers()
+        layout, num_slots, welcome = SlotLayout.of(config), config.ring.num_slots, self.actor.join()
+        began = time.perf_counter()
+        stagings = WarmUp(self.model, layout, config.plan, self.device).run(welcome.shapes, lambda: None)
+        self.warm_up_s = time.perf_counter() - began
+        self.flops = ForwardFlops(self.model.decoder)
+        health = Health(self.actor.metrics, self.flops, self.device)
+        writer = RingWriter(stage.fds.rings[0], layout, num_slots)
+        self.publisher = Publisher(self.actor, writer, num_slots, stagings, health, self.device, welcome.plan_hash)
 
     def publish(self, begin: Callable[[], None]) -> None:
         """One batch, as the service does it."""
         lease = self.actor.ask(Work(self.publisher.held()), self.publisher.idle_since)
         assert isinstance(lease, Lease)
-        rows = read_rows(self._dataset, lease.sample_ids)
-        self.publisher.send(lease, rows, self._forward(rows, begin))
+        rows = self._read(lease.sample_ids)
+        staging = self.publisher.take_staging(lease)
+        input_ids = staging.upload(rows)
+        begin()
+        self.model.run(input_ids, staging.keep)
+        self.publisher.send(lease, rows, staging, {})
 
     def compute(self, begin: Callable[[], None]) -> None:
         """The forward of one batch, and nothing done with it."""
-        self._forward(self.next_rows(), begin)
+        input_ids = self.next_rows().input_ids
+        on_gpu = self.device.type == "cuda"
+        input_ids = input_ids.pin_memory().to(self.device, non_blocking=True) if on_gpu else input_ids
+        begin()
+        self.model.run(input_ids, lambda tap_index, tap: None)
 
     def next_rows(self) -> TargetRows:
         """A batch of the data set."""
-        return read_rows(self._dataset, [next(self._ids) for _ in range(self._num_rows)])
+        return self._read([next(self._ids) for _ in range(self._num_rows)])
 
     def settle(self) -> None:
         """Wait until all that was launched is done and announced."""
@@ -98,10 +117,8 @@ class Half:
         self.actor.stopping = True
         self.actor.close()
 
-    def _forward(self, rows: TargetRows, begin: Callable[[], None]) -> list[torch.Tensor]:
-        input_ids = rows.input_ids.to(self.device, non_blocking=True)
-        begin()
-        return self.model.forward(input_ids)
+    def _read(self, sample_ids: Sequence[int]) -> TargetRows:
+        return read_rows(self._dataset, sample_ids, self.actor.config.plan.bucket_lengths)
 
 
 def synchronize(device: torch.device) -> None:
@@ -126,17 +143,6 @@ def measure_steps(step: Step, num_steps: int, device: torch.device) -> Timed:
     return Timed(period_s, gap_s, host_s[1:], host_s[0])
 
 
-def forward_flops(decoder: torch.nn.Module, num_rows: int, length: int) -> float:
-    """Of the matrix products of a forward: the linear layers, and the causal half of attention where a layer has it.
-
-    The recurrence of linear attention is not counted; it is small beside its projections.
-    """
-    linear = [module for module in decoder.modules() if isinstance(module, torch.nn.Linear)]
-    heads = [module for name, module in decoder.named_modules() if name.endswith("self_attn")]
-    per_pair = sum(4 * int(module.o_proj.in_features) for module in heads)
-    return num_rows * (2.0 * length * sum(module.weight.numel() for module in linear) + per_pair * length**2 / 2)
-
-
 def load_plain(config: Config, device: torch.device) -> Any:
     """The whole model as transformers builds it, filled by the same rule as a made-up target."""
     folder = Path(config.model.path)
@@ -157,10 +163,7 @@ def measure(stage: Stage, options: argparse.Namespace) -> Iterator[tuple[str, st
     half = Half(stage, options.rows)
     device, num_tokens = half.device, options.rows * options.length
     yield "load", f"{half.load_s:.1f} s"
-    began = time.perf_counter()
-    half.publish(lambda: None)
-    half.settle()
-    yield "first batch, with whatever is tuned or compiled in it", f"{time.perf_counter() - began:.1f} s"
+    yield "warm-up, with whatever is tuned or compiled in it", f"{half.warm_up_s:.1f} s"
     reset_peak(device)
     measure_steps(half.publish, 2, device)
     half.settle()
@@ -203,7 +206,7 @@ def merge(side: Sequence[Timed]) -> Timed:
 
 def utilisation(half: Half, options: argparse.Namespace, forward_s: float) -> Iterator[tuple[str, str]]:
     """How much of the device's rate of matrix products the forward reaches."""
-    flops = forward_flops(half.model.decoder, options.rows, options.length)
+    flops = half.flops.of(np.full(options.rows, options.length))
     rate = gemm_rate(half.actor.config, options.rows * options.length)
     yield "arithmetic of a forward", f"{flops / 1e12:.1f} TFLOP"
     yield "rate of a matrix product of this many rows", f"{rate / 1e12:.0f} TFLOP/s"

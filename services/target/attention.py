@@ -2,7 +2,7 @@
 
 import logging
 
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 _NAME = "causal_sdpa"
@@ -18,11 +18,18 @@ def leave_out_masks(decoder: PreTrainedModel) -> None:
     An attention function without a mask function of its name gets no mask, and SDPA without a mask is causal. A decoder with
     sliding or chunked attention needs its masks: it keeps them, and that wait.
     """
-    config = decoder.config
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    has_window = not getattr(config, "layer_types", None) and getattr(config, "sliding_window", None) is not None
-    if kinds <= _MASKLESS and not has_window:
+    config: PretrainedConfig = decoder.config
+    if set(layer_kinds(config)) <= _MASKLESS:
         AttentionInterface.register(_NAME, sdpa_attention_forward)
         decoder.set_attn_implementation(_NAME)
     else:
         log.info("%s attends within windows: its masks are made anew in every forward", config.model_type)
+
+
+def layer_kinds(config: PretrainedConfig) -> list[str]:
+    """One per layer, as transformers names them; older configurations have one for all."""
+    kinds: list[str] | None = getattr(config, "layer_types", None)
+    if kinds:
+        return kinds
+    one = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
+    return [one] * int(config.num_hidden_layers)

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from torch import nn
 from transformers import PreTrainedModel
 
+from services.target.attention import layer_kinds
+
 PEAK_FLOPS_PER_S = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}  # bfloat16, dense, NVIDIA's data sheets
 
 
@@ -20,7 +22,7 @@ class ForwardFlops:
         config: Any = decoder.config
         layers = decoder.layers
         assert isinstance(layers, nn.ModuleList)
-        kinds: list[str] = list(getattr(config, "layer_types", None) or ["full_attention"] * len(layers))[: len(layers)]
+        kinds = layer_kinds(config)
         num_weights = sum(module.weight.numel() for module in layers.modules() if isinstance(module, (nn.Linear, nn.Conv1d)))
         rules = [_delta_rule(config) for kind in kinds if kind == "linear_attention"]
         self._per_token: float = 2.0 * num_weights + sum(rules)

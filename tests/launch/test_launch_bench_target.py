@@ -2,11 +2,9 @@
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaModel
 
 from launch.bench import target
 from launch.bench.shapes import random_run
@@ -38,14 +36,6 @@ def test_the_plain_model_is_the_target_with_all_its_layers() -> None:
     assert len(hidden_states) == config.shape.num_hidden_layers + 1
     for layer, tap in zip(config.draft.tap_layers, taps, strict=True):
         assert torch.equal(hidden_states[layer + 1], tap)
-
-
-def test_arithmetic_of_a_forward() -> None:
-    heads: Any = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
-    decoder = LlamaModel(LlamaConfig(vocab_size=10, hidden_size=8, intermediate_size=16, num_hidden_layers=3, **heads))
-    projections = 8 * (16 + 8 + 8 + 16) + 3 * 8 * 16
-    pairs = 5 * 5 / 2
-    assert target.forward_flops(decoder, 2, 5) == 2 * 3 * (2 * 5 * projections + pairs * 2 * 2 * 16)
 
 
 def test_a_batch_that_finds_the_device_idle_is_not_timed() -> None:

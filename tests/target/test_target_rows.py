@@ -39,5 +39,5 @@ def test_rows_are_padded_on_the_right_and_packed_in_the_asked_order(dataset: Dat
 
 def test_padded_and_packed_ids_are_the_same_tokens(dataset: Dataset) -> None:
     rows = read_rows(dataset, [1, 2], [4, 16])
-    assert rows.input_ids.shape == (2, 16)
+    assert rows.input_ids.shape == (2, 8)
     assert np.array_equal(rows.input_ids.numpy().ravel()[rows.places], rows.packed.input_ids)
