@@ -1,0 +1,187 @@
+"""What the way from a target to a drafter costs: copies, memory, the death of a writer, the hand-over of a slot.
+
+    python -m launch.bench transport [--shape qwen3_6_27b] [--tokens 16384] [--slots 4] [--batches 640]
+
+Rings are the real ones (`common.ring`) in the layout of the run. Without a GPU the copies are memcpy, smaller, and the
+rows that need one say so.
+"""
+
+import argparse
+import mmap
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from common import memory, pinned
+from common.copy_stream import CopyStream, mark_computation
+from common.layout import SlotLayout
+from launch.bench._copier import Copier, Ring, wait_until_copying
+from launch.bench._handover import measure_handover
+from launch.bench.shapes import SHAPES, random_run
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+GIB = 2**30
+NUM_ROUNDS, NUM_COPIES = 5, 4
+QUIET_S = 0.5  # how long a slot is watched after the end of its writer
+PEER = "torch pinned" if ON_GPU else "private memory"
+
+T = TypeVar("T")
+Rows = Iterator[tuple[str, str]]
+Copy = Callable[[], object]
+
+
+def measure(layout: SlotLayout, num_slots: int, num_batches: int) -> Rows:
+    """The rows of the table, as they are measured. Registered memory stays mapped until the end: CUDA remembers it."""
+    num_bytes = layout.ring_bytes(num_slots)
+    fd, created_s = timed(lambda: memory.create("bench-ring", num_bytes))
+    yield f"ring of {num_slots} slots, {num_bytes / GIB:.2f} GiB: allocate", per_gib(created_s, num_bytes)
+    first, populated_s = timed(lambda: to_tensor(memory.attach(fd)))
+    yield "  map and populate", per_gib(populated_s, num_bytes)
+    _, registered_s = timed(lambda: pinned.register(first))
+    yield "  register the populated pages", per_gib(registered_s, num_bytes) if ON_GPU else "needs a GPU"
+    unregistered, again_s = timed(lambda: to_tensor(memory.attach(fd)))
+    yield "  map and populate once more, as a restarted process does", per_gib(again_s, num_bytes)
+    ring = Ring.of(fd, layout, num_slots)
+    writer = ring.open()
+    slots = [writer.open(index, layout.capacity_tokens, 1).hidden_states for index in range(num_slots)]
+    yield from measure_copies(slots[0], unregistered)
+    yield from measure_together(ring, slots)
+    yield from measure_deaths(ring, slots)
+    os.close(fd)
+    yield from measure_hand_over(num_batches)
+
+
+def measure_copies(slot: torch.Tensor, unregistered: torch.Tensor) -> Rows:
+    """A slot each way, beside memory that torch pinned and memory that nobody did, in turns."""
+    near = torch.ones_like(slot, device=DEVICE)
+    hosts = {"slot": slot, PEER: make_peer(slot)}
+    if ON_GPU:
+        hosts["not registered"] = unregistered[: slot.nbytes].view(slot.dtype).view(slot.shape)
+    for way, into_slot in (("to the device", False), ("from the device", True)):
+        copies = {name: _copying(host, near) if into_slot else _copying(near, host) for name, host in hosts.items()}
+        rates: dict[str, list[float]] = {name: [] for name in copies}
+        for _ in range(NUM_ROUNDS):
+            for name, action in copies.items():
+                rates[name].append(slot.nbytes * NUM_COPIES / time_s([action] * NUM_COPIES) / 1e9)
+        medians = {name: statistics.median(values) for name, values in rates.items()}
+        ratio = statistics.median(a / b for a, b in zip(rates["slot"], rates[PEER], strict=True))
+        what = f"slot of {slot.nbytes / GIB:.2f} GiB {way}"
+        yield what, ", ".join(f"{name} {value:.1f}" for name, value in medians.items()) + " GB/s"
+        yield f"  slot over {PEER}", f"{ratio:.3f}"
+
+
+def measure_together(ring: Ring, slots: list[torch.Tensor]) -> Rows:
+    """Both ways at once: two streams of a process, and two processes that registered the same memory."""
+    peers, near = [make_peer(slots[0]) for _ in range(2)], [torch.ones_like(slots[0], device=DEVICE) for _ in range(2)]
+    streams = [CopyStream(DEVICE) for _ in range(2)]
+
+    def both_ways(host: list[torch.Tensor]) -> float:
+        def copy() -> None:
+            for stream, to, source in zip(streams, (near[0], host[1]), (host[0], near[1]), strict=True):
+                with stream.after(mark_computation(DEVICE)):
+                    to.copy_(source, non_blocking=True)
+
+        return 2 * host[0].nbytes * NUM_COPIES / time_s([copy] * NUM_COPIES) / 1e9
+
+    rates = [(both_ways(slots), both_ways(peers)) for _ in range(NUM_ROUNDS)]
+    ring_rate, peer_rate = (statistics.median(values) for values in zip(*rates, strict=True))
+    yield "both ways at once, one process", f"slots {ring_rate:.1f}, {PEER} {peer_rate:.1f} GB/s together"
+    copiers = [Copier(ring, index, DEVICE, into_slot=index == 0) for index in (0, 1)]
+    wait_until_copying(copiers)
+    before, began = [copier.count() for copier in copiers], time.perf_counter()
+    time.sleep(2.0)
+    counts, seconds = [copier.count() for copier in copiers], time.perf_counter() - began
+    into, out = ((after - first) * slots[0].nbytes / seconds / 1e9 for after, first in zip(counts, before, strict=True))
+    yield "two processes on the same memory", f"one fills a slot at {into:.1f}, one reads another at {out:.1f} GB/s"
+    for copier in copiers:
+        copier.kill()
+
+
+def measure_deaths(ring: Ring, slots: list[torch.Tensor]) -> Rows:
+    """Writers killed in the middle of a copy, one slot each."""
+    copiers = [Copier(ring, index, DEVICE, into_slot=True) for index in range(ring.num_slots)]
+    wait_until_copying(copiers)
+    deaths_ms, changed = [], 0
+    for slot, copier in zip(slots, copiers, strict=True):
+        words = slot.view(torch.int16).view(-1)
+        died_s = copier.kill()
+        some, whole = words[:: memory.PAGE_BYTES // 2].clone(), words.clone()  # a few at once, all a little later
+        time.sleep(QUIET_S)
+        changed += int((words != whole).sum()) + int((words[:: memory.PAGE_BYTES // 2] != some).sum())
+        deaths_ms.append(died_s * 1e3)
+    yield "SIGKILL in mid-copy to pidfd", ", ".join(f"{death:.0f}" for death in deaths_ms) + " ms"
+    yield "  elements of the slot that changed after it", str(changed)
+
+
+def _copying(to: torch.Tensor, source: torch.Tensor) -> Copy:
+    return lambda: to.copy_(source, non_blocking=True)
+
+
+def measure_hand_over(num_batches: int) -> Rows:
+    """From a full slot to the drafter that waits for it."""
+    with tempfile.TemporaryDirectory() as folder:
+        waits_ms = [wait_s * 1e3 for wait_s in measure_handover(Path(folder), DEVICE, num_batches)]
+    late = waits_ms[int(0.99 * len(waits_ms))]
+    yield f"hand-over, event fired to Grant, {len(waits_ms)} slots waited for", f"median {statistics.median(waits_ms):.3f} ms"
+    yield "  99 of 100 within", f"{late:.3f} ms (longest {waits_ms[-1]:.3f})"
+
+
+def make_peer(slot: torch.Tensor) -> torch.Tensor:
+    """Host memory of the same size that torch owns."""
+    peer = torch.zeros_like(slot)
+    return peer.pin_memory() if ON_GPU else peer
+
+
+def to_tensor(mapping: mmap.mmap) -> torch.Tensor:
+    """uint8; it holds the mapping."""
+    return torch.frombuffer(memoryview(mapping), dtype=torch.uint8)
+
+
+def timed(action: Callable[[], T]) -> tuple[T, float]:
+    """The result and the seconds it took."""
+    began = time.perf_counter()
+    result = action()
+    return result, time.perf_counter() - began
+
+
+def time_s(copies: list[Copy]) -> float:
+    """Seconds of all of them, launched without waiting in between, after one that is not counted."""
+    copies[0]()
+    _synchronize()
+    began = time.perf_counter()
+    for copy in copies:
+        copy()
+    _synchronize()
+    return time.perf_counter() - began
+
+
+def per_gib(seconds: float, num_bytes: int) -> str:
+    """As the table shows it."""
+    return f"{seconds / num_bytes * GIB:.3f} s/GiB"
+
+
+def _synchronize() -> None:
+    if ON_GPU:
+        torch.cuda.synchronize()
+
+
+def main(arguments: list[str]) -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(prog="python -m launch.bench transport")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3_6_27b")
+    parser.add_argument("--tokens", type=int, default=16384 if ON_GPU else 512, help="of a slot")
+    parser.add_argument("--slots", type=int, default=4, help="of the ring, at least 2")
+    parser.add_argument("--batches", type=int, default=640, help="handed over")
+    options = parser.parse_args(arguments)
+    layout = SlotLayout.of(random_run(options.shape, options.tokens))
+    print(f"{torch.cuda.get_device_name() if ON_GPU else 'CPU'}, torch {torch.__version__}, {' '.join(arguments)}")
+    for what, value in measure(layout, options.slots, options.batches):
+        print(f"{what:66} {value}", flush=True)
+    return 0
