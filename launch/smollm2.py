@@ -88,6 +88,8 @@ def _save(gguf: Path, folder: Path) -> None:
         )
     except (ValueError, IndexError) as error:
         raise ModelError(f"{gguf}: needed a whole GGUF file (cut short?), found: {error}") from error
+    # transformers 5.17 takes the start for the end of a turn
+    tokenizer.eos_token = tokenizer.pad_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
