@@ -1,0 +1,77 @@
+"""Finds where a drafter as it was trained differs from what an inference engine executes, and names the first stage.
+
+    python -m launch.parity RUN                                  its export against its checkpoint in training form
+    python -m launch.parity DIR --model TARGET                   a drafter's folder against the training form for this target
+    python -m launch.parity DIR --reference RUN                  a folder against the checkpoint of a run
+    python -m launch.parity DIR --model TARGET --reference DIR   two folders
+    python -m launch.parity DIR --model TARGET --reference transformers      against transformers' own model of this family
+
+What is checked is always executed as an engine does: one block behind cached keys and values, settings and weights out
+of the folder with the engines' defaults, embedding, head and hidden states out of the target's own files by transformers.
+With a run, --model names the target that the engine loads, where it is not the one of training. Both sides compute in
+float32 from the weights rounded to bfloat16, so what differs is a fault and no rounding.
+
+What can be known without a run: whether rotation, masks, weights and shapes are those that training uses for this target.
+What cannot: which layers, which mask token and which window the weights were trained with. Wrong ones execute like
+right ones; only what contradicts the target is told, as a doubt (a mask token that text contains, layer ids that are
+the usual ones off by one). Compare with the run, or with a folder that is known to be right.
+
+Exit code 0: the same; 1: something differs; 2: bad input.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from common.errors import HeadraceError
+from launch.parity.report import format_report, make_report, to_json
+from launch.parity.sides import Request, run_both
+
+
+def parse(argv: list[str] | None) -> tuple[Request, bool]:
+    """The request, and whether the answer is to be JSON."""
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.parity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("subject", type=Path, metavar="RUN|DIR", help="run directory or a drafter's folder")
+    parser.add_argument("--reference", metavar="WHAT", help="training, transformers, a run directory or a drafter's folder")
+    parser.add_argument("--model", type=Path, metavar="TARGET", help="the engine's target (default: that of the run)")
+    parser.add_argument("--data", type=Path, metavar="DATASET", help="default: the run's evaluation samples, or made-up ids")
+    parser.add_argument("--step", type=int, metavar="N", help="of the run's checkpoint (default: the newest)")
+    parser.add_argument("--num-documents", type=int, default=4, metavar="N", help="default: %(default)s")
+    parser.add_argument("--max-tokens", type=int, default=192, metavar="N", help="of a document (default: %(default)s)")
+    parser.add_argument("--device", type=_device, default="cpu", help="of the target (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=2, metavar="N", help="of the CPU (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    arguments = parser.parse_args(argv)
+    for name in ("num_documents", "max_tokens", "threads"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name.replace('_', '-')}: needed at least 1, found {getattr(arguments, name)}")
+    torch.set_num_threads(arguments.threads)
+    return Request(**{name: getattr(arguments, name) for name in Request._fields}), arguments.json
+
+
+def _device(text: str) -> torch.device:
+    try:
+        return torch.device(text)
+    except RuntimeError as error:
+        raise argparse.ArgumentTypeError(f"needed cpu or cuda:N, found {text}") from error
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Read the command line and compare."""
+    request, as_json = parse(argv)
+    try:
+        report = make_report(*run_both(request))
+    except HeadraceError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(to_json(report), indent=2) if as_json else format_report(report))
+    return 0 if report.first is None else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+"""From what a person names to the two sides that are compared."""
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from common import config as configuration
+from common.config import ActorsConfig, Config, DataConfig, DraftConfig, ModelConfig, PlanConfig
+from common.errors import CheckpointError, ModelError
+from common.target_shape import TargetShape, read_target_shape
+from launch.full_target import load_full_target, stop_tokens
+from launch.parity.causes import Side
+from launch.parity.doubts import find_doubts
+from launch.parity.folder import Folder, read_folder
+from launch.parity.glimmer import run_glimmer
+from launch.parity.plain import PlainTarget, run_plain
+from launch.parity.probe import Document, make_documents, read_documents
+from launch.parity.training import run_training
+from services.drafter.checkpoint import checkpoint_folder, draft_identity, latest, load_weights
+from services.drafter.export import export, tensor_shapes
+
+TRAINING, TRANSFORMERS = "training", "transformers"  # references that are no folders
+LONGEST_MADE_UP = 200  # tokens, where the windows ask for more
+
+
+class Request(NamedTuple):
+    """What a person asked for.
+
+    Attributes:
+        subject: a run directory or a drafter's folder.
+        reference: TRAINING, TRANSFORMERS, or another of the two kinds of folder; None for the run itself or TRAINING.
+        model: the target of the engine; None for that of the run.
+        data: a prepared data set; None for the run's evaluation samples, or made-up ids.
+        step: of the run's checkpoint; None for the newest.
+        num_documents: at most.
+        max_tokens: of a document.
+        device: of the target.
+    """
+
+    subject: Path
+    reference: str | None
+    model: Path | None
+    data: Path | None
+    step: int | None
+    num_documents: int
+    max_tokens: int
+    device: torch.device
+
+
+def is_run(path: Path) -> bool:
+    """A run directory has checkpoints, a drafter's folder has not."""
+    return (path / "checkpoints").is_dir()
+
+
+def run_both(request: Request) -> tuple[Side, Side, list[str]]:
+    """Execute the reference and what is checked; returns needed, found and doubts about the second.
+
+    Raises:
+        HeadraceError: something named is missing, unreadable, or does not fit the target.
+    """
+    reference = request.reference or (str(request.subject) if is_run(request.subject) else TRAINING)
+    run = next((path for path in (Path(reference), request.subject) if is_run(path)), None)
+    with _subject_folder(request) as path:
+        folder = read_folder(path)
+    config = _config(folder, run, request.model)
+    _check_fits(folder, config.shape)
+    documents = _documents(request, folder, config, run)
+    model = load_full_target(config, request.device)
+    target = PlainTarget(model)
+    found = _plain_side(folder, target, documents)
+    doubts = find_doubts(folder, config.shape, stop_tokens(model) | _special_ids(model), documents)
+    if is_run(Path(reference)):
+        needed = _run_side(Path(reference), request, documents)
+    elif reference == TRAINING:
+        needed = _training_side(f"{folder.path} in training form, for this target", config, folder, request, documents)
+    elif reference == TRANSFORMERS:
+        name = f"{folder.path} by muse_glimmer_assistant of transformers"
+        needed = Side(name, run_glimmer(folder, target, documents), folder.tensors, folder.target_layer_ids)
+    else:
+        other = read_folder(Path(reference))
+        _check_fits(other, config.shape)
+        needed = _plain_side(other, target, documents)
+    return needed, found, doubts
+
+
+@contextlib.contextmanager
+def _subject_folder(request: Request) -> Iterator[Path]:
+    """The drafter's folder; of a run its export, or one made for the occasion of the step asked for."""
+    if not is_run(request.subject):
+        yield request.subject
+        return
+    ready = request.subject / "export"
+    if request.step is None and ready.is_dir():
+        yield ready
+        return
+    config = configuration.read(request.subject)
+    step, weights = _checkpoint(request.subject, config, request.step)
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made) / f"export of step {step}"
+        export(folder, config, weights, step, None)
+        yield folder
+
+
+def _checkpoint(run: Path, config: Config, step: int | None) -> tuple[int, Mapping[str, Tensor]]:
+    """The step and the weights of the checkpoint asked for, or of the newest."""
+    folder = latest(run) if step is None else checkpoint_folder(run, step)
+    if folder is None:
+        raise CheckpointError(f"{run / 'checkpoints'}: needed a checkpoint, found none")
+    checkpoint, weights = load_weights(folder, draft_identity(config))
+    return checkpoint.step, weights
+
+
+def _config(folder: Folder, run: Path | None, model: Path | None) -> Config:
+    """A configuration that names the engine's target, in float32, and the drafter of `folder` as it would be trained."""
+    if model is not None:
+        config = Config(
+            model=ModelConfig(path=str(model)),
+            draft=DraftConfig(mask_token_id=folder.mask_token_id),
+            data=DataConfig(),
+            plan=PlanConfig(bucket_lengths=[1], max_tokens_per_batch=1, batches_per_step=1),
+            targets=ActorsConfig(devices=["cpu"]),
+            drafters=ActorsConfig(devices=["cpu"]),
+        )
+    elif run is not None:
+        config = configuration.read(run)
+    else:
+        raise ModelError("--model: needed the folder of the target, found none; only a run names its own")
+    change = msgspec.structs.replace
+    shape = read_target_shape(Path(config.model.path).expanduser())
+    return change(config, model=change(config.model, dtype="float32"), draft=_draft_config(folder), target_shape=shape)
+
+
+def _draft_config(folder: Folder) -> DraftConfig:
+    """What training would be told; rotation is not part of it, for it is the target's."""
+    content, num_layers = folder.content, len(folder.kinds)
+    return DraftConfig(
+        num_layers=num_layers,
+        block_size=folder.block_size,
+        mask_token_id=folder.mask_token_id,
+        tap_layers=folder.target_layer_ids,
+        layer_types=content.get("layer_types") or ["full_attention"] * num_layers,
+        sliding_window=content.get("sliding_window") or 0,
+        num_attention_heads=folder.num_heads,
+        num_key_value_heads=folder.num_key_value_heads,
+        head_dim=folder.head_dim,
+        intermediate_size=content["intermediate_size"],
+        dtype="float32",
+    )
+
+
+def _check_fits(folder: Folder, shape: TargetShape) -> None:
+    """What can only be wrong, and would end either side in the middle."""
+    needed = [
+        ("hidden_size", shape.hidden_size, folder.content["hidden_size"]),
+        ("mask_token_id", f"an id below {shape.vocab_size}", folder.mask_token_id),
+        ("target_layer_ids", f"layers from 0 to {shape.num_hidden_layers - 1}", folder.target_layer_ids),
+    ]
+    layers = folder.target_layer_ids
+    holds = [
+        folder.content["hidden_size"] == shape.hidden_size,
+        0 <= folder.mask_token_id < shape.vocab_size,
+        bool(layers) and min(layers) >= 0 and max(layers) < shape.num_hidden_layers,
+    ]
+    for (key, wanted, found), fits in zip(needed, holds, strict=True):
+        if not fits:
+            raise CheckpointError(f"{folder.path / 'config.json'}: {key}: needed {wanted} for this target, found {found}")
+
+
+def _documents(request: Request, folder: Folder, config: Config, run: Path | None) -> list[Document]:
+    """Samples where there are any, else made-up ids that are long enough for a window to matter."""
+    data = request.data
+    if data is None and run is not None and config.data.eval_path:
+        data = Path(config.data.eval_path).expanduser()
+    if data is not None:
+        return read_documents(data, request.num_documents, request.max_tokens)
+    window = max(kind.window for kind in folder.kinds) + 2 * folder.block_size
+    return make_documents(config.shape.vocab_size, {folder.mask_token_id}, min(window, LONGEST_MADE_UP), seed=0)
+
+
+def _plain_side(folder: Folder, target: PlainTarget, documents: list[Document]) -> Side:
+    return Side(
+        f"{folder.path} as an engine runs it", run_plain(folder, target, documents), folder.tensors, folder.target_layer_ids
+    )
+
+
+def _run_side(run: Path, request: Request, documents: list[Document]) -> Side:
+    config = configuration.read(run)
+    step, weights = _checkpoint(run, config, request.step)
+    trace = run_training(config, weights, documents, request.device)
+    rounded = {name: weight.bfloat16().float() for name, weight in weights.items()}
+    return Side(f"{run}, checkpoint of step {step}, in training form", trace, rounded, config.draft.tap_layers)
+
+
+def _training_side(name: str, config: Config, folder: Folder, request: Request, documents: list[Document]) -> Side:
+    shapes = tensor_shapes(config)
+    for tensor, shape in shapes.items():
+        if list(folder.tensors[tensor].shape) != shape:
+            raise CheckpointError(f"{folder.path}: tensor {tensor}: needed {shape}, found {list(folder.tensors[tensor].shape)}")
+    weights = {name: folder.tensors[name] for name in shapes}
+    return Side(name, run_training(config, weights, documents, request.device), weights, folder.target_layer_ids)
+
+
+def _special_ids(model: PreTrainedModel) -> set[int]:
+    """Beginning, end and padding by the target's config.json."""
+    text_config = model.config.get_text_config()
+    found = [getattr(text_config, f"{name}_token_id", None) for name in ("bos", "eos", "pad")]
+    return {token for entry in found for token in (entry if isinstance(entry, list) else [entry]) if token is not None}
