@@ -1,4 +1,4 @@
-"""A drafter's folder, read as an inference engine reads it: with the engines' defaults, and nothing of ours.
+"""A drafter's folder, read as an inference engine reads it, with the engines' defaults.
 
 L layers, D head_dim.
 """
@@ -13,10 +13,14 @@ from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common.errors import CheckpointError
+from common.target_shape import default_tap_layers
 from common.weights import locate_tensors, read_tensors
+from services.drafter.layouts import Layout, detect
 
 DEFAULT_THETA = 10000.0  # what transformers takes where a config.json names no theta
 _PREFIX = "model."
+_OWN = ("mask_token_id", "target_layer_ids", "block_size")  # at the top, where dflash_config does not say it
+_OF_SPECULATORS = ("layer_types", "sliding_window")  # at the top these override the decoder's
 _OUTER = ["fc.weight", "hidden_norm.weight", "norm.weight"]
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"]
 _LAYER = ["input_layernorm", *(f"self_attn.{name}" for name in _ATTENTION), "post_attention_layernorm"]
@@ -48,7 +52,7 @@ class Rope(NamedTuple):
 
 
 class Folder(NamedTuple):
-    """What an engine knows of a drafter. `content` is the whole config.json, `tensors` are float32."""
+    """What an engine knows of a drafter. `content` is config.json in z-lab's layout, `tensors` are float32 under its names."""
 
     path: Path
     content: dict[str, Any]
@@ -66,48 +70,67 @@ class Folder(NamedTuple):
 
 
 def read_folder(path: Path) -> Folder:
-    """Read config.json and the weights.
+    """Read config.json, in any of the layouts that engines read, and the weights.
 
     Raises:
-        CheckpointError: unreadable, or a key that every engine needs is missing.
+        CheckpointError: unreadable, or a key or a tensor that every engine needs is missing.
         ModelError: no weights.
     """
-    content = read_content(path)
-    own = content.get("dflash_config") or {}
+    tensors, layout, content = _read(path)
     try:
-        heads, num_layers = content["num_attention_heads"], content["num_hidden_layers"]
+        content = _in_one_layout(content, layout, tensors)
+        own, heads, num_layers = content["dflash_config"], content["num_attention_heads"], content["num_hidden_layers"]
         head_dim = content.get("head_dim") or content["hidden_size"] // heads
-        kinds = [layer_kind(content, kind) for kind in content.get("layer_types") or ["full_attention"] * num_layers]
         rope, other_rope = _ropes(content, head_dim)
-        folder = Folder(
+        return Folder(
             path=path,
             content=content,
-            block_size=content.get("block_size") or own["block_size"],
+            block_size=content["block_size"],
             mask_token_id=own["mask_token_id"],
             target_layer_ids=own["target_layer_ids"],
-            kinds=kinds,
+            kinds=[layer_kind(content, kind) for kind in content.get("layer_types") or ["full_attention"] * num_layers],
             num_heads=heads,
             num_key_value_heads=content.get("num_key_value_heads") or heads,
             head_dim=head_dim,
             eps=content.get("rms_norm_eps", 1e-6),
             rope=rope,
             other_rope=other_rope,
-            tensors=_read_tensors(path, num_layers),
+            tensors=_complete(path, tensors, num_layers),
         )
-        return _check_taps(folder)
     except KeyError as error:
         raise CheckpointError(f"{path / 'config.json'}: needed the key {error}, found none") from error
 
 
-def read_content(path: Path) -> dict[str, Any]:
-    """config.json. CheckpointError where it cannot be read."""
+def _read(path: Path) -> tuple[dict[str, Tensor], Layout, dict[str, Any]]:
+    """The tensors by our names, the layout and config.json as it is."""
     try:
         content: dict[str, Any] = json.loads((path / "config.json").read_text())
     except OSError as error:
         raise CheckpointError(f"{path / 'config.json'}: cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise CheckpointError(f"{path / 'config.json'}: not JSON: {error}") from error
-    return content
+    names = sorted(locate_tensors(path))
+    layout = detect(content, set(names))
+    ours = {name: layout.renamed.get(name, name).removeprefix(_PREFIX) for name in names}
+    if "fc.weight" not in ours.values():
+        raise CheckpointError(f"{path}: needed a drafter with the tensor fc.weight, found none of this name")
+    tensors = read_tensors(path, names, torch.device("cpu"), torch.float32)
+    return {ours[name]: tensor for name, tensor in tensors.items()}, layout, content
+
+
+def _in_one_layout(content: dict[str, Any], layout: Layout, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """config.json as z-lab would write it; vLLM rewrites that of speculators in the same way before it runs it."""
+    outer = {key: content[key] for key in _OF_SPECULATORS if content.get(key) is not None}
+    inner = content if layout.name != "speculators" else {**content["transformer_layer_config"], **outer}
+    own = {key: content[key] for key in _OWN if content.get(key) is not None} | (content.get("dflash_config") or {})
+    ids = content.get("aux_hidden_state_layer_ids") or own.get("target_layer_ids")
+    if ids is None:  # SpecForge and TorchSpec compute them by z-lab's rule
+        num_taps = tensors["fc.weight"].shape[1] // content["hidden_size"]
+        ids = default_tap_layers(content["num_target_layers"], num_taps)
+    if content.get("sliding_window_non_causal"):
+        own["causal"] = False
+    own["target_layer_ids"] = [layer - layout.tap_offset for layer in ids]
+    return {**inner, "block_size": content.get("block_size") or own["block_size"], "dflash_config": own}
 
 
 def layer_kind(content: dict[str, Any], layer_type: str) -> LayerKind:
@@ -152,20 +175,10 @@ def _rope(content: dict[str, Any], parameters: dict[str, Any], head_dim: int) ->
     return Rope(*ROPE_INIT_FUNCTIONS[kind](config))
 
 
-def _read_tensors(path: Path, num_layers: int) -> dict[str, Tensor]:
-    """Every tensor by the name it has in a folder of z-lab's layout."""
-    names = sorted(locate_tensors(path))
-    tensors = read_tensors(path, names, torch.device("cpu"), torch.float32)
-    tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
+def _complete(path: Path, tensors: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:
+    """The tensors, if none is missing."""
     needed = [*_OUTER, *(f"layers.{index}.{name}.weight" for index in range(num_layers) for name in _LAYER)]
     missing = [name for name in needed if name not in tensors]
     if missing:
         raise CheckpointError(f"{path}: needed the tensors {', '.join(missing)}, found none of these names")
     return tensors
-
-
-def _check_taps(folder: Folder) -> Folder:
-    needed, found = len(folder.target_layer_ids) * folder.content["hidden_size"], folder.tensors["fc.weight"].shape[1]
-    if needed != found:
-        raise CheckpointError(f"{folder.path}: fc.weight: needed {needed} columns for target_layer_ids, found {found}")
-    return folder

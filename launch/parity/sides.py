@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from common import config as configuration
-from common.config import ActorsConfig, Config, DataConfig, DraftConfig, ModelConfig, PlanConfig
+from common.config import ActorsConfig, Config, DataConfig, DraftConfig, ModelConfig, PlanConfig, TargetsConfig
 from common.errors import CheckpointError, ModelError
-from common.target_shape import TargetShape, read_target_shape
+from common.target_shape import read_target_shape
 from launch.full_target import load_full_target, stop_tokens
 from launch.parity.causes import Side
 from launch.parity.doubts import find_doubts
@@ -24,7 +24,8 @@ from launch.parity.plain import PlainTarget, run_plain
 from launch.parity.probe import Document, make_documents, read_documents
 from launch.parity.training import run_training
 from services.drafter.checkpoint import checkpoint_folder, draft_identity, latest, load_weights
-from services.drafter.export import export, tensor_shapes
+from services.drafter.drafter_folder import differing_shapes, tensor_shapes
+from services.drafter.export import export
 
 TRAINING, TRANSFORMERS = "training", "transformers"  # references that are no folders
 LONGEST_MADE_UP = 200  # tokens, where the windows ask for more
@@ -70,7 +71,7 @@ def run_both(request: Request) -> tuple[Side, Side, list[str]]:
     with _subject_folder(request) as path:
         folder = read_folder(path)
     config = _config(folder, run, request.model)
-    _check_fits(folder, config.shape)
+    _check_fits(folder, config)
     documents = _documents(request, folder, config, run)
     model = load_full_target(config, request.device)
     target = PlainTarget(model)
@@ -85,7 +86,7 @@ def run_both(request: Request) -> tuple[Side, Side, list[str]]:
         needed = Side(name, run_glimmer(folder, target, documents), folder.tensors, folder.target_layer_ids)
     else:
         other = read_folder(Path(reference))
-        _check_fits(other, config.shape)
+        _check_fits(other, config)
         needed = _plain_side(other, target, documents)
     return needed, found, doubts
 
@@ -125,7 +126,7 @@ def _config(folder: Folder, run: Path | None, model: Path | None) -> Config:
             draft=DraftConfig(mask_token_id=folder.mask_token_id),
             data=DataConfig(),
             plan=PlanConfig(bucket_lengths=[1], max_tokens_per_batch=1, batches_per_step=1),
-            targets=ActorsConfig(devices=["cpu"]),
+            targets=TargetsConfig(devices=["cpu"]),
             drafters=ActorsConfig(devices=["cpu"]),
         )
     elif run is not None:
@@ -155,22 +156,21 @@ def _draft_config(folder: Folder) -> DraftConfig:
     )
 
 
-def _check_fits(folder: Folder, shape: TargetShape) -> None:
+def _check_fits(folder: Folder, config: Config) -> None:
     """What can only be wrong, and would end either side in the middle."""
-    needed = [
-        ("hidden_size", shape.hidden_size, folder.content["hidden_size"]),
-        ("mask_token_id", f"an id below {shape.vocab_size}", folder.mask_token_id),
-        ("target_layer_ids", f"layers from 0 to {shape.num_hidden_layers - 1}", folder.target_layer_ids),
-    ]
-    layers = folder.target_layer_ids
-    holds = [
-        folder.content["hidden_size"] == shape.hidden_size,
-        0 <= folder.mask_token_id < shape.vocab_size,
-        bool(layers) and min(layers) >= 0 and max(layers) < shape.num_hidden_layers,
-    ]
-    for (key, wanted, found), fits in zip(needed, holds, strict=True):
-        if not fits:
-            raise CheckpointError(f"{folder.path / 'config.json'}: {key}: needed {wanted} for this target, found {found}")
+    shape, layers = config.shape, folder.target_layer_ids
+    last = shape.num_hidden_layers - 1
+    lines = []
+    if folder.content["hidden_size"] != shape.hidden_size:
+        lines.append(f"hidden_size: needed {shape.hidden_size}, found {folder.content['hidden_size']}")
+    if not 0 <= folder.mask_token_id < shape.vocab_size:
+        lines.append(f"mask_token_id: needed an id below {shape.vocab_size}, found {folder.mask_token_id}")
+    if not layers or not 0 <= min(layers) <= max(layers) <= last:
+        lines.append(f"target_layer_ids: needed layers from 0 to {last}, found {layers}")
+    needed = tensor_shapes(msgspec.structs.replace(config, draft=_draft_config(folder)))
+    lines += differing_shapes(needed, {name: list(folder.tensors[name].shape) for name in needed})
+    if lines:
+        raise CheckpointError(f"{folder.path} does not fit this target: {'; '.join(lines)}")
 
 
 def _documents(request: Request, folder: Folder, config: Config, run: Path | None) -> list[Document]:
@@ -199,11 +199,7 @@ def _run_side(run: Path, request: Request, documents: list[Document]) -> Side:
 
 
 def _training_side(name: str, config: Config, folder: Folder, request: Request, documents: list[Document]) -> Side:
-    shapes = tensor_shapes(config)
-    for tensor, shape in shapes.items():
-        if list(folder.tensors[tensor].shape) != shape:
-            raise CheckpointError(f"{folder.path}: tensor {tensor}: needed {shape}, found {list(folder.tensors[tensor].shape)}")
-    weights = {name: folder.tensors[name] for name in shapes}
+    weights = {name: folder.tensors[name] for name in tensor_shapes(config)}
     return Side(name, run_training(config, weights, documents, request.device), weights, folder.target_layer_ids)
 
 

@@ -27,6 +27,7 @@ from services.drafter.step import PackedBatch, block_hidden, predict_blocks
 from services.drafter.visibility import BlockPlaces, key_runs
 from services.target.model import TargetModel
 from services.target.pack import pack
+from services.target.rows import make_rows
 
 CPU = torch.device("cpu")
 
@@ -87,20 +88,22 @@ def _in_float32(config: Config, documents: list[Document]) -> Config:
 
 def _pack(config: Config, documents: list[Document], device: torch.device) -> PackedBatch:
     """The documents through the target, padded, and packed, as a target process does it."""
-    lengths = [len(document.input_ids) for document in documents]
-    padded = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
-    for row, document in zip(padded, documents, strict=True):
-        row[: len(document.input_ids)] = torch.from_numpy(document.input_ids)
-    taps = TargetModel.load(config, device).forward(padded.to(device))
-    hidden_states = torch.empty(sum(lengths), len(taps), config.shape.hidden_size)
-    pack(taps, lengths, hidden_states, split=False)
+    tokens, masks = [document.input_ids for document in documents], [document.loss_mask for document in documents]
+    rows = make_rows(tokens, masks, range(len(documents)), max(map(len, tokens)))
+    places, checksum = torch.from_numpy(rows.places).to(device), torch.zeros((), dtype=torch.int64, device=device)
+    hidden_states = torch.empty(len(rows.places), len(config.draft.tap_layers), config.shape.hidden_size, device=device)
+
+    def keep(tap_index: int, tap: Tensor) -> None:
+        pack(tap, places, hidden_states[:, tap_index], checksum)
+
+    TargetModel.load(config, device).run(rows.input_ids.to(device), keep)
     return PackedBatch(
-        hidden_states=hidden_states,
-        position_ids=torch.cat([torch.arange(length) for length in lengths]),
-        input_ids=np.concatenate([document.input_ids for document in documents]),
-        loss_mask=np.concatenate([document.loss_mask for document in documents]),
-        cu_seqlens=np.cumsum([0, *lengths]),
-        sample_ids=np.arange(len(lengths)),
+        hidden_states=hidden_states.cpu(),
+        position_ids=torch.from_numpy(rows.packed.position_ids).long(),
+        input_ids=rows.packed.input_ids.astype(np.int64),
+        loss_mask=rows.packed.loss_mask.astype(np.bool_),
+        cu_seqlens=rows.packed.cu_seqlens.astype(np.int64),
+        sample_ids=rows.packed.sample_ids.astype(np.int64),
     )
 
 

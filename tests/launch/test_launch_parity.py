@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from common import config as configuration
 from launch.parity.__main__ import main
@@ -76,6 +77,36 @@ def test_a_folder_beside_another_on_made_up_tokens(tmp_path: Path, capsys: pytes
     assert report["cause"].endswith(": norm.weight")
 
 
+def test_the_layouts_of_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run")
+    written = json.loads((run / "export/config.json").read_text())
+    own = written.pop("dflash_config")
+    speculators = {
+        "speculators_model_type": "dflash",
+        "transformer_layer_config": written,
+        "block_size": written["block_size"],
+        "mask_token_id": own["mask_token_id"],
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in own["target_layer_ids"]],
+    }
+    flat = {**written, "mask_token_id": own["mask_token_id"], "target_layer_ids": own["target_layer_ids"]}
+    renamed = {
+        "fc.weight": "context_proj.weight",
+        "hidden_norm.weight": "context_norm.weight",
+        "norm.weight": "final_norm.weight",
+    }
+    tensors = load_file(run / "export/model.safetensors")
+    torchspec = {renamed.get(name, name): tensor for name, tensor in tensors.items()}
+    for name, content, weights in (("speculators", speculators, tensors), ("torchspec", flat, torchspec)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(content))
+        save_file(weights, tmp_path / name / "model.safetensors")
+        code, report = compare(capsys, tmp_path / name, "--reference", run)
+        assert (code, report["doubts"]) == (0, []), name
+    (tmp_path / "speculators/config.json").write_text(json.dumps(speculators | {"sliding_window_non_causal": True}))
+    code, report = compare(capsys, tmp_path / "speculators", "--reference", run)
+    assert (code, report["first_difference"]) == (1, "masks")
+
+
 def test_the_table_as_typed(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     command = [sys.executable, "-m", "launch.parity", str(run), "--threads", "1"]
@@ -104,13 +135,19 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ([tmp_path / "nowhere", "--model", target], "nowhere/config.json: cannot be read: No such file or directory"),
         ([drafter], "--model: needed the folder of the target, found none"),
         ([drafter, "--model", tmp_path / "nowhere"], "needed a model folder, found no readable"),
-        ([target, "--model", target], "needed the key 'block_size', found none"),
+        ([target, "--model", target], "run/target: needed a drafter with the tensor fc.weight, found none of this name"),
         ([run, "--step", "9"], "step-00000009"),
         ([run, "--data", tmp_path], "data set"),
         ([run, "--reference", tmp_path / "nowhere"], "nowhere/config.json: cannot be read"),
-        ([tmp_path / "far", "--model", target], "target_layer_ids: needed layers from 0 to 4 for this target, found [0, 9]"),
-        ([tmp_path / "unknown", "--model", target], "mask_token_id: needed an id below 64 for this target, found 64"),
-        ([tmp_path / "fewer", "--model", target], "fc.weight: needed 32 columns for target_layer_ids, found 64"),
+        (
+            [tmp_path / "far", "--model", target],
+            "far does not fit this target: target_layer_ids: needed layers from 0 to 4, found [0, 9]",
+        ),
+        (
+            [tmp_path / "unknown", "--model", target],
+            "unknown does not fit this target: mask_token_id: needed an id below 64, found 64",
+        ),
+        ([tmp_path / "fewer", "--model", target], "tensor fc.weight: needed [32, 32], found [32, 64]"),
     ]
     for arguments, message in cases:
         assert main([*map(str, arguments), "--threads", "1"]) == 2
