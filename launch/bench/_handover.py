@@ -5,22 +5,16 @@ drafter end  Next -> Grant -> (stamp) -> Release
 """
 
 import os
-import subprocess
-import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import torch
 
 from common import config as configuration
-from common import memory
 from common.addresses import exchange_address
-from common.board import board_bytes
 from common.channel import Channel
-from common.config import Config, DataConfig
 from common.copy_stream import CopyStream, mark_computation
 from common.layout import SlotHeader, SlotLayout
 from common.lifecycle import start_time
@@ -39,14 +33,12 @@ from common.messages import (
     Welcome,
     Work,
 )
-from common.slot_table import table_bytes
 from launch.bench._copier import SPAWN, Ring
-from launch.bench.shapes import random_run
-from launch.synthetic import write_synthetic
+from launch.bench.shapes import NUM_SAMPLES, random_run
+from launch.stage import Stage
 
 _TOKENS = 128  # a small slot: what is measured begins when it is full
-_SAMPLES = 64
-_PATIENCE_S = 60.0  # for one answer; the exchange has to start first
+_PATIENCE_S = 60.0  # for one answer
 _BETWEEN_S = 0.002  # so that the drafter waits, as it does behind a target that computes
 
 
@@ -57,21 +49,18 @@ class Granted(NamedTuple):
     came_s: float
 
 
-def measure_handover(folder: Path, device: torch.device, num_batches: int) -> list[float]:
-    """Seconds from the event of a batch's copy to its Grant, for batches that the drafter was waiting for, ascending."""
-    config = _prepare(folder, num_batches)
-    layout, num_slots = SlotLayout.of(config), config.ring.num_slots
-    ring_fd = memory.create("bench-ring", layout.ring_bytes(num_slots))
-    ring = Ring.of(ring_fd, layout, num_slots)
-    exchange = _start_exchange(folder, num_slots)
-    try:
+def measure_handover(device: torch.device, num_batches: int) -> list[float]:
+    """Seconds from the event of a batch's copy to its Grant, for batches that the drafter was waiting for, ascending.
+
+    There are `num_batches` in all, rounded up to whole epochs.
+    """
+    settings = [f"plan.epochs={-(-num_batches // NUM_SAMPLES)}", "plan.max_samples_per_batch=1"]
+    with Stage(random_run("qwen3_8b", _TOKENS, settings), "hand-over") as stage:
+        stage.await_ready(stage.start("exchange"))
+        ring = Ring.of(stage.fds.rings[0], SlotLayout.of(stage.config), stage.config.ring.num_slots)
         with ProcessPoolExecutor(2, SPAWN) as pool:
-            ends = pool.submit(target_end, folder, ring, device), pool.submit(drafter_end, folder)
+            ends = pool.submit(target_end, stage.run_dir, ring, device), pool.submit(drafter_end, stage.run_dir)
             fired, granted = ends[0].result(), ends[1].result()
-    finally:
-        exchange.kill()
-        exchange.wait()
-        os.close(ring_fd)
     return sorted(granted[batch].came_s - when for batch, when in fired.items() if granted[batch].asked_s < when)
 
 
@@ -81,7 +70,7 @@ def target_end(folder: Path, ring: Ring, device: torch.device) -> dict[int, floa
     writer, copies, fired = ring.open(), CopyStream(device), {}
     near = torch.ones(ring.layout.hidden_shape(_TOKENS), dtype=torch.bfloat16, device=device)
     channel, plan_hash = _join(folder, "target")
-    for _ in range(_SAMPLES * configuration.read(folder).plan.epochs):
+    for _ in range(NUM_SAMPLES * configuration.read(folder).plan.epochs):
         lease = _ask(channel, Work([]))
         assert isinstance(lease, Lease)
         slot = writer.open(lease.slot % ring.num_slots, _TOKENS, 1)
@@ -108,28 +97,6 @@ def drafter_end(folder: Path) -> dict[int, Granted]:
         asked_s = time.monotonic()
     channel.close()
     return granted
-
-
-def _prepare(folder: Path, num_batches: int) -> Config:
-    """A run directory with a plan of that many batches of one document each, rounded up to whole epochs."""
-    settings = [f"plan.epochs={-(-num_batches // _SAMPLES)}", "plan.max_samples_per_batch=1"]
-    config = random_run("qwen3_8b", _TOKENS, settings)
-    write_synthetic(config, folder / "data")
-    config = msgspec.structs.replace(config, data=DataConfig(path=str(folder / "data" / "train")))
-    configuration.write(config, folder)
-    return config
-
-
-def _start_exchange(folder: Path, num_slots: int) -> "subprocess.Popen[bytes]":
-    board_fd = memory.create("bench-board", board_bytes(1))
-    control_fd = memory.create("bench-control", table_bytes(num_slots))
-    line = [sys.executable, "-m", "services.exchange", "--run-dir", str(folder), "--index", "0", "--place", "0"]
-    line += ["--parent", str(os.getpid()), "--board-fd", str(board_fd), "--control-fd", str(control_fd)]
-    with (folder / "exchange.log").open("wb") as log:
-        exchange = subprocess.Popen(line, stderr=log, pass_fds=[board_fd, control_fd])
-    os.close(board_fd)
-    os.close(control_fd)
-    return exchange
 
 
 def _join(folder: Path, role: str) -> tuple[Channel, bytes]:

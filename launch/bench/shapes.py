@@ -15,6 +15,7 @@ from common.layout import SlotLayout
 
 SHAPES = ("qwen3_6_27b", "qwen3_8b")
 _CONFIGS = Path(__file__).parents[1] / "configs"
+NUM_SAMPLES = 64  # of the made-up data
 _TOKENS_PER_BATCH = 16384
 _GIB = 2**30
 
@@ -24,12 +25,13 @@ def random_run(shape: str, num_tokens: int, settings: Sequence[str] = ()) -> Con
 
     All rows are of up to `num_tokens` tokens and a batch holds as many; `settings` are further `key=value` ones.
     """
+    lengths = f"min_length={num_tokens}, max_length={num_tokens}"
     return load(
         _CONFIGS / f"{shape}.toml",
         [
             f"model.path={_CONFIGS / f'{shape}_target'}",
             "model.random_init=true",
-            f"data={{synthetic={{num_samples=64, num_eval_samples=4, min_length={num_tokens}, max_length={num_tokens}}}}}",
+            f"data={{synthetic={{num_samples={NUM_SAMPLES}, num_eval_samples=4, {lengths}}}}}",
             f"plan.bucket_lengths=[{num_tokens}]",
             f"plan.max_tokens_per_batch={num_tokens}",
             "plan.batches_per_step=1",
