@@ -39,18 +39,25 @@ class Outcome(NamedTuple):
 
 
 class Trial:
-    """One run directory and the process that runs it."""
+    """One run directory and the process that runs it: of tiny.toml, or of another file with its own supervision."""
 
-    def __init__(self, run_dir: Path, overrides: list[str], faults: dict[str, list[Fault]] | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        overrides: list[str],
+        faults: dict[str, list[Fault]] | None = None,
+        config: Path | None = None,
+    ) -> None:
         self.run_dir = run_dir
-        self._overrides = [*QUICK, *overrides]
+        self._path = config or CONFIG
+        self._overrides = overrides if config else [*QUICK, *overrides]
         run_dir.mkdir(parents=True, mode=0o700)
         if faults:
             (run_dir / "faults.json").write_bytes(msgspec.json.encode(faults))
 
     def start(self) -> "subprocess.Popen[bytes]":
         """Start the run, or start it again; what it prints goes to `<run>/output`."""
-        command = [sys.executable, "-m", "launch.start_all", str(CONFIG), "--run-dir", str(self.run_dir)]
+        command = [sys.executable, "-m", "launch.start_all", str(self._path), "--run-dir", str(self.run_dir)]
         with (self.run_dir / "output").open("ab") as output:
             return subprocess.Popen([*command, "--set", *self._overrides], stdout=output, stderr=output, cwd=CONFIG.parents[2])
 

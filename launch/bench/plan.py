@@ -27,12 +27,13 @@ SETTINGS = PlanConfig(
 )
 
 
-def draw_lengths(num_samples: int, seed: int) -> Int32Array:
-    """int32 [num_samples]: uniform within each bucket, in random order."""
+def draw_lengths(num_samples: int, seed: int, settings: PlanConfig = SETTINGS) -> Int32Array:
+    """int32 [num_samples]: uniform within each bucket, in random order; of fewer buckets the shares keep their proportion."""
     random = np.random.Generator(np.random.Philox(seed))
-    weights = [share * samples_per_batch(SETTINGS, bucket) for bucket, share in enumerate(BATCH_SHARES)]
+    shares = BATCH_SHARES[: len(settings.bucket_lengths)]
+    weights = [share * samples_per_batch(settings, bucket) for bucket, share in enumerate(shares)]
     ends = np.rint(np.cumsum(weights) / sum(weights) * num_samples).astype(int)
-    bounds = [0, *SETTINGS.bucket_lengths]
+    bounds = [0, *settings.bucket_lengths]
     counts = np.diff(ends, prepend=0)
     drawn = [random.integers(low + 1, high + 1, count) for low, high, count in zip(bounds, bounds[1:], counts, strict=False)]
     return random.permutation(np.concatenate(drawn)).astype(np.int32)

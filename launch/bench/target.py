@@ -29,6 +29,7 @@ from common.dataset import Dataset
 from common.layout import SlotLayout
 from common.lifecycle import Actor
 from common.messages import Lease, Work
+from common.metrics import read_metrics
 from common.ring import RingWriter
 from common.stopwatch import Stopwatch
 from common.weights import fill_random, read_initializer_range
@@ -61,6 +62,7 @@ class Half:
 
     def __init__(self, stage: Stage, num_rows: int) -> None:
         config = stage.config
+        torch.set_num_threads(config.targets.num_threads)
         place = next(spec.place for spec in stage.topology.actors if spec.role == "target")
         args = argparse.Namespace(run_dir=stage.run_dir, index=0, place=place, board_fd=stage.fds.board)
         self.actor = Actor("target", args)
@@ -184,6 +186,9 @@ def measure(stage: Stage, options: argparse.Namespace) -> Iterator[tuple[str, st
     yield "launching a batch on an idle device", f"{host_s * 1e3:.1f} ms, {host_s / forward_s:.1%} of a forward"
     ahead_s = max(0.0, statistics.median(published.host_s) - host_s)
     yield "launching thread held back while the device works", f"{ahead_s * 1e3:.1f} ms a batch (as far ahead as it may be)"
+    lines = list(read_metrics(stage.run_dir, "target-0"))
+    pack_s, copy_s, publish_s = (statistics.median(line[name] for line in lines) for name in ("pack_s", "copy_s", "publish_s"))
+    yield "of a batch: pack, copy to the slot, announce", f"{pack_s * 1e3:.2f}, {copy_s * 1e3:.2f}, {publish_s * 1e3:.2f} ms"
     if device.type == "cuda":
         yield "peak memory", f"{torch.cuda.max_memory_allocated() / GIB:.2f} GiB"
         yield from utilisation(half, options, forward_s)
@@ -219,6 +224,7 @@ def measure_plain(config: Config, rows: TargetRows, options: argparse.Namespace,
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    kept_bytes = torch.cuda.memory_allocated() if device.type == "cuda" else 0  # the publisher's buffers
     model, input_ids = load_plain(config, device), rows.input_ids.to(device)
     for what, keep in (("plain transformers, whole model", 0), ("the same with logits of the last token only", 1)):
 
@@ -234,7 +240,7 @@ def measure_plain(config: Config, rows: TargetRows, options: argparse.Namespace,
         yield f"tokens/s, {what}", f"{plain_rate:.0f}"
         yield "published over it (wanted: 1.25 for 8B, 1.15 for 27B)", f"{rate / plain_rate:.3f}"
         if device.type == "cuda":
-            yield "peak memory of it", f"{torch.cuda.max_memory_allocated() / GIB:.2f} GiB"
+            yield "peak memory of it", f"{(torch.cuda.max_memory_allocated() - kept_bytes) / GIB:.2f} GiB"
 
 
 def reset_peak(device: torch.device) -> None:
@@ -261,7 +267,7 @@ def main(arguments: list[str]) -> int:
     settings = [
         f"plan.max_tokens_per_batch={options.rows * options.length}",
         f"plan.max_samples_per_batch={options.rows}",
-        "plan.epochs=100000",
+        "plan.epochs=1000",
         f'targets.devices=["{device}"]',
         'drafters.devices=["cpu"]',
         *options.overrides,

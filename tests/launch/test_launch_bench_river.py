@@ -1,0 +1,41 @@
+"""The measurements of whole runs, on CPUs and the tiny shape: real processes, every row of the tables."""
+
+import re
+
+import pytest
+
+from launch.bench import river, scaling
+
+
+def read_table(text: str) -> dict[str, str]:
+    return dict(re.findall(r"^(\S.*?)  +(\S.*)$", text, re.MULTILINE))
+
+
+def test_a_run_is_measured_disturbed_and_each_side_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--shape", "tiny", "--targets", "cpu", "--drafters", "cpu", "--samples", "64", "--alone-s", "0.5"]
+    assert river.main([*arguments, "--minutes", "0.05", "--kills", "exchange", "--steps", "40"]) == 0
+    table = read_table(capsys.readouterr().out)
+    rates = [float(value) for name, value in table.items() if name.startswith("tokens/s")]
+    assert len(rates) == 3
+    assert min(rates) > 0
+    ratio = float(table["end to end over the slower side (wanted 0.97)"])
+    assert ratio == pytest.approx(rates[0] / min(rates[1:]), abs=1e-3)
+    assert float(table["exchange killed: back at work after"].removesuffix(" s")) > 0
+    steps = re.fullmatch(r"yes: (\d+) steps, 0 times back", table["every step once, in order"])
+    assert steps is not None
+    assert int(steps[1]) >= 40
+    assert (table["steps that were not finite"], table["batches that arrived damaged"], table["restarts"]) == ("0", "0", "1")
+
+
+def test_two_drafters_train_as_one_does_also_when_one_dies(capsys: pytest.CaptureFixture[str]) -> None:
+    assert scaling.main(["--shape", "tiny", "--devices", "cpu", "cpu", "--samples", "256", "--kill"]) == 0
+    table = read_table(capsys.readouterr().out)
+    assert float(table["scaling (wanted 1.9)"]) > 0
+    assert 0 < float(table["weights of one and two, relative difference"]) < 1e-3
+    assert float(table["weights, killed against undisturbed, relative difference"]) == 0.0
+    assert table["every step once, in order"] == "yes"
+
+
+def test_a_run_that_is_too_short_to_measure_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="needed a run of more than 3 steps, found 2"):
+        scaling.main(["--shape", "tiny", "--devices", "cpu", "cpu", "--samples", "32"])
