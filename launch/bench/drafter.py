@@ -78,12 +78,14 @@ class Step:
         """The anchors of the next visit."""
         return choose_blocks(batch.input_ids, batch.loss_mask, batch.cu_seqlens, batch.sample_ids, self.num_done, self.config)
 
-    def forward_backward(self, batch: PackedBatch) -> torch.Tensor:
-        """The sums of one batch; the gradients stand in the model."""
-        sums = block_loss(self.model, *self.frozen, batch, self.blocks(batch), self.config)
-        torch.autograd.backward(sums[0])
+    def forward(self, batch: PackedBatch) -> torch.Tensor:
+        """The sums of one batch."""
         self.num_done += 1
-        return sums.detach()
+        return block_loss(self.model, *self.frozen, batch, self.blocks(batch), self.config)
+
+    def forward_backward(self, batch: PackedBatch) -> None:
+        """The gradients of one batch stand in the model, while there is no optimizer."""
+        torch.autograd.backward(self.forward(batch)[0])
 
     def clear(self) -> None:
         """Drop the gradients."""
@@ -94,8 +96,7 @@ class Step:
         """One optimizer step of so many batches."""
         assert self.optimizer is not None
         for _ in range(accumulation):
-            self.optimizer.accumulate(self.forward_backward(batch))
-        self.optimizer.reduce(lambda buffer: buffer)
+            self.optimizer.gradients.accumulate(self.forward(batch))
         self.optimizer.step(self.num_done)
 
 

@@ -1,4 +1,4 @@
-"""The drafters as one group: the same weights on every rank, one all-reduce per step, and no death is the end.
+"""The drafters as one group: the same weights on every rank, one sum of gradients per step, and no death is the end.
 
 When a rank dies, the supervisor calls for a new life of the group. The survivors keep their state in
 memory, leave what they were doing, and come; the newcomer comes too; the one that is furthest gives
@@ -14,8 +14,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -56,6 +58,7 @@ class Group:
         self._size = actor.config.num_drafters
         self._life = 0
         self._backend: Any = None  # a process group; the stubs of torch lack its methods
+        self._works: deque[dist.Work] = deque()  # begun, in order
 
     def join(self) -> None:
         """Come to a life of the group that was not joined yet; returns when all ranks have come."""
@@ -69,9 +72,15 @@ class Group:
         log.info("group life %d: all ranks have come", self._life)
 
     def leave(self) -> None:
-        """Drop the process group, whatever is still under way in it."""
+        """Drop the process group; when it returns, nothing that was still under way in it writes any more."""
         if self._backend is not None:
             self._backend.abort()
+            for work in self._works:
+                with suppress(RuntimeError):
+                    work.wait()
+            self._works.clear()
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
             self._backend = None
 
     def check(self) -> None:
@@ -79,23 +88,53 @@ class Group:
         if self._size > 1 and self._actor.board.group != self._life:
             raise GroupBrokenError
 
-    def add_up(self, values: torch.Tensor) -> torch.Tensor:
-        """Replace `values` by their sum over all ranks; when it returns, the sum is whole.
+    def begin(self, values: torch.Tensor) -> None:
+        """Begin to replace `values` by their sum over all ranks, which begin the same sums in the same order.
 
         Raises:
-            GroupBrokenError: a rank died; `values` are void.
+            GroupBrokenError: a rank died; `values` are void, here and in the methods below.
         """
         if self._backend is not None:
-            self._complete(partial(self._backend.allreduce, [values]))
+            self._launch(partial(self._backend.allreduce, [values]))
+
+    def order(self) -> None:
+        """What is launched from now on comes after all that has begun; the host does not wait for a GPU."""
+        if self._works:
+            with self._actor.notices.collective(), _broken_group():
+                faults.reach("drafter.mid_collective")
+                while self._works:
+                    self._works[0].wait()  # gloo waits here, nccl lets the stream wait
+                    self._works.popleft()
+
+    def finish(self) -> None:
+        """Wait on the host until all that has begun is whole, so that nothing is computed from half a sum.
+
+        After a death nccl leaves garbage behind and says that its work is completed, and what was launched behind it
+        runs: nothing on the device can tell. So what must not see garbage is launched when the sums are whole. That costs
+        the device one launch latency, the forward after it none: it is launched while the optimizer runs.
+        """
+        self.order()
+        summed = mark_computation(self._device)
+        if self._backend is not None and not summed.reached():
+            with self._actor.notices.collective():
+                while not summed.reached():
+                    self.check()
+                    time.sleep(_GPU_POLL_S)
+
+    def add_up(self, values: torch.Tensor) -> torch.Tensor:
+        """Replace `values` by their sum over all ranks; when it returns, the sum is whole."""
+        self.begin(values)
+        self.finish()
         return values
 
     def copy_from(self, source: int, tensors: list[torch.Tensor]) -> None:
-        """Overwrite `tensors` on every rank by those of rank `source`; GroupBrokenError as in `add_up`."""
+        """Overwrite `tensors` on every rank by those of rank `source`."""
         options = dist.BroadcastOptions()
         options.rootRank = source
         for tensor in tensors:
             if self._backend is not None:
-                self._complete(partial(self._backend.broadcast, [tensor], options))
+                self._launch(partial(self._backend.broadcast, [tensor], options))
+                self.finish()
 
     def collect(self, number: int) -> list[int]:
         """The number of every rank, in order of the ranks."""
@@ -172,21 +211,15 @@ class Group:
         gloo._timeout = timeout
         return dist.ProcessGroupGloo(store, self._rank, self._size, gloo)
 
-    def _complete(self, start: Callable[[], dist.Work]) -> None:
-        """Wait on the host, so that nothing is computed from half a sum.
+    def _launch(self, start: Callable[[], dist.Work]) -> None:
+        with _broken_group():
+            self._works.append(start())
 
-        On a GPU this costs one launch latency per step: what follows the sum (the optimizer) is launched
-        when it is whole, and the next forward while that still runs. What nccl says of its work is not asked: to
-        it work is completed also when it has failed.
-        """
-        with self._actor.notices.collective():
-            try:
-                work = start()
-                faults.reach("drafter.mid_collective")
-                work.wait()  # gloo waits here, nccl lets the stream wait
-            except RuntimeError as error:
-                raise GroupBrokenError(str(error)) from error
-            summed = mark_computation(self._device)
-            while not summed.reached():
-                self.check()
-                time.sleep(_GPU_POLL_S)
+
+@contextmanager
+def _broken_group() -> Iterator[None]:
+    """What a backend raises means that a rank died."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise GroupBrokenError(str(error)) from error

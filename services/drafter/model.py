@@ -4,7 +4,7 @@ Shapes: T context rows, N blocks, B block size, Q = N * B block rows, M wanted r
 Hq query heads, Hkv key and value heads, D head_dim.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -200,21 +200,23 @@ class DraftModel(nn.Module):
         """Target features [T, K, H], of any float type, to the context [T, H] that all layers share."""
         return rms_norm(self.fc(taps.flatten(1).to(self.fc.weight.dtype)), self.hidden_norm.weight, self.eps)
 
-    def context_keys_values(self, context: Tensor, positions: Tensor) -> list[KeysValues]:
+    def context_keys_values(self, context: Tensor, positions: Tensor) -> Iterator[KeysValues]:
         """Keys and values [Hkv, T, D] of the context [T, H], one pair per layer: what inference caches.
+
+        Each pair is made when it is asked for: so a backward pass has all gradients of a layer before it goes on.
 
         Args:
             context: the output of `project_context`.
             positions: int64 [T], the position of each row in its document.
         """
         angles = rotation(positions, self.head_dim, self.rope_theta)
-        return [layer.self_attn.keys_values(context, angles) for layer in self._layers()]
+        return (layer.self_attn.keys_values(context, angles) for layer in self._layers())
 
     def forward(
         self,
         embeddings: Tensor,
         positions: Tensor,
-        context_keys_values: Sequence[KeysValues],
+        context_keys_values: Iterable[KeysValues],
         attends: Sequence[Attend],
         wanted: Tensor | None = None,
     ) -> Tensor:

@@ -4,7 +4,7 @@ Shapes: P parameter elements in all, M sums that travel with the gradients.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from common.config import TrainConfig
 from services.drafter.fused import fused
+from services.drafter.gradients import Gradients
 
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
 
@@ -81,11 +82,10 @@ def adamw(
 
 
 class MasterAdamW:
-    """Gradients of a step are added up in one flat float32 buffer whose tail holds M sums: one all-reduce moves all.
+    """Gradients and sums of a step stand in `gradients`; the model's parameters become views of one flat tensor.
 
-    sums[0] is the summed loss and sums[1] the summed weight that divides gradients and loss. The order of use is
-    `accumulate` after each backward pass, then once per step `reduce` and `step`. The model's parameters become views
-    of one flat tensor.
+    sums[0] is the summed loss and sums[1] the summed weight that divides gradients and loss. A step is
+    `gradients.accumulate` for each batch, then once `gradients.reduce` and, when the sums are whole, `step`.
     """
 
     def __init__(self, model: nn.Module, train: TrainConfig, num_steps: int, num_sums: int) -> None:
@@ -95,41 +95,13 @@ class MasterAdamW:
         for parameter, view in zip(self.parameters, self._views(self.weights), strict=True):
             parameter.data = view
         self.master = self.weights.float()
-        self.buffer = torch.zeros(self.master.numel() + num_sums, device=self.master.device)
-        self.gradient, self.sums = self.buffer.split_with_sizes([self.master.numel(), num_sums])
+        self.gradients = Gradients(self.parameters, num_sums)
         self.num_counted = torch.zeros((), device=self.master.device)
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.master), torch.zeros_like(self.master)
-        self._is_empty = True  # the gradients of the last step may still stand in the buffer
-
-    @torch.no_grad()
-    def accumulate(self, sums: Tensor) -> None:
-        """Add every parameter's gradient and the sums [M] of one batch, and clear the gradients."""
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        assert len(gradients) == len(self.parameters), "a backward pass reaches every parameter"
-        add = torch._foreach_copy_ if self._is_empty else torch._foreach_add_
-        add(self._views(self.gradient), gradients)
-        self._is_empty = False
-        self.sums.add_(sums.detach())
-        for parameter in self.parameters:
-            parameter.grad = None
-
-    @torch.no_grad()
-    def reduce(self, add_up: Callable[[Tensor], object]) -> None:
-        """Replace the buffer by its sum over all ranks through `add_up`; a rank may have accumulated nothing."""
-        if self._is_empty:
-            self.gradient.zero_()
-        add_up(self.buffer)
-
-    def abandon(self) -> None:
-        """Forget what was accumulated for a step that will not be made."""
-        self.sums.zero_()
-        self._is_empty = True
-        for parameter in self.parameters:
-            parameter.grad = None
 
     @torch.no_grad()
     def step(self, step: int) -> StepResult:
-        """Divide by the weight, clip, update masters and model, and empty the buffer; `reduce` goes before.
+        """Divide by the weight, clip, update masters and model, and empty the gradients, whose sums must be whole.
 
         A loss or gradient norm that is not finite leaves weights and state bit for bit as they were; every rank sees
         the same reduced numbers and so decides the same. Nothing here waits for the device.
@@ -137,18 +109,19 @@ class MasterAdamW:
         Args:
             step: optimizer step from 0; decides the learning rate only.
         """
-        divisor = torch.where(self.sums[1] == 0, 1.0, self.sums[1])
-        loss, grad_norm = self.sums[0] / divisor, torch.linalg.vector_norm(self.gradient) / divisor
+        sums, gradient = self.gradients.sums, self.gradients.flat
+        divisor = torch.where(sums[1] == 0, 1.0, sums[1])
+        loss, grad_norm = sums[0] / divisor, torch.linalg.vector_norm(gradient) / divisor
         found_inf = (~(loss.isfinite() & grad_norm.isfinite())).float()
         num_counted = self.num_counted + (1.0 - found_inf)
-        result = StepResult(loss, grad_norm, found_inf, self.sums.clone(), num_counted)
+        result = StepResult(loss, grad_norm, found_inf, sums.clone(), num_counted)
 
         scale = (self.train.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0) / divisor
         rate = learning_rate(step, self.num_steps, self.train.learning_rate, self.train.warmup_ratio)
         first, second = (-torch.expm1((self.num_counted + 1.0) * math.log(beta)) for beta in (BETA1, BETA2))
         adamw(
             self.master,
-            self.gradient,
+            gradient,
             self.exp_avg,
             self.exp_avg_sq,
             self.weights,
@@ -159,8 +132,7 @@ class MasterAdamW:
             found_inf,
         )
         self.num_counted.copy_(num_counted)
-        self.sums.zero_()
-        self._is_empty = True
+        self.gradients.abandon()
         return result
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -51,7 +51,7 @@ class Trainer:
         self._optimizer = optimizer
         self._snapshots = snapshots
         self._group = group
-        self._journal = Journal(self._embedding.device, len(optimizer.sums), actor.config.accumulation)
+        self._journal = Journal(self._embedding.device, len(optimizer.gradients.sums), actor.config.accumulation)
         self._profiler = StepProfiler(actor.run_dir / "profile" / f"{actor.name}.json", actor.config.train.profile_steps)
         self._evaluator = Evaluator(model, frozen, actor.config)
         self._position = _NOWHERE  # the first batch of the sequence that is not in the weights
@@ -78,7 +78,8 @@ class Trainer:
             except GroupBrokenError as error:
                 log.warning("the group broke at batch %d: %s", self._position, error)
                 fetcher.stop()
-                self._optimizer.abandon()
+                self._group.leave()
+                self._optimizer.gradients.abandon()
         fetcher.stop()
         self._profiler.close()
         self._save(self._optimizer.num_steps, required=True)
@@ -131,12 +132,18 @@ class Trainer:
         step = first.info.step + 1
         self._profiler.before(step)
         watch = Stopwatch(self._embedding.device)
-        places = self._places(fetcher, first)
-        done = [self._accumulate(fetched.batch, fetched.info) for fetched in places if fetched.batch is not None]
+        done = [
+            self._accumulate(fetched.batch, fetched.info, is_last=place == self._config.accumulation - 1)
+            for place, fetched in enumerate(self._places(fetcher, first))
+            if fetched.batch is not None
+        ]
         watch.lap("forward_backward_s")
-        self._optimizer.sums[-1] = float(self._actor.stopping)
-        self._optimizer.reduce(self._group.add_up)
+        self._optimizer.gradients.sums[-1] = float(self._actor.stopping)
+        self._optimizer.gradients.reduce(self._group.begin)
+        self._group.order()
         watch.lap("reduce_s")
+        self._group.finish()
+        watch.lap("commit_s")
         faults.reach("drafter.before_step")
         result = self._optimizer.step(first.info.step)
         watch.lap("optimizer_s")
@@ -145,15 +152,14 @@ class Trainer:
         cost = StepCost(sum(num_tokens for _, num_tokens, _ in done), sum(flops for *_, flops in done))
         self._report(self._journal.push(step, result, watch, cost, [facts for facts, *_ in done]))
 
-    def _accumulate(self, batch: PackedBatch, info: BatchInfo) -> tuple[BatchFacts, int, float]:
+    def _accumulate(self, batch: PackedBatch, info: BatchInfo, *, is_last: bool) -> tuple[BatchFacts, int, float]:
         """Forward and backward of one batch; returns its facts, its tokens and its floating-point operations."""
         rows = batch.input_ids, batch.loss_mask, batch.cu_seqlens, batch.sample_ids
         blocks = choose_blocks(*rows, info.epoch, self._config)
         noisy = add_noise(batch.hidden_states, batch.cu_seqlens, batch.sample_ids, info.epoch, self._config)
         noised = replace(batch, hidden_states=noisy)
         sums = block_loss(self._model, self._embedding, self._head, noised, blocks, self._config)
-        torch.autograd.backward(sums[0])
-        self._optimizer.accumulate(F.pad(sums, (0, 1)))
+        self._optimizer.gradients.accumulate(F.pad(sums, (0, 1)), self._group.begin if is_last else None)
         num_tokens, flops = len(batch.input_ids), batch_flops(self._config, blocks, batch.cu_seqlens)
         self._actor.notices.add(num_batches=1, num_tokens=num_tokens)
         return collect_facts(info.batch, batch.sample_ids.tolist(), batch.hidden_states, sums), num_tokens, flops

@@ -15,13 +15,14 @@ from made_up_batches import frozen_weights, make_batch, make_config, metadata
 from common import faults
 from common.lifecycle import Actor
 from services.drafter.anchors import choose_blocks
+from services.drafter.gradients import Begin, Gradients
 from services.drafter.group import Group, GroupBrokenError
 from services.drafter.model import DraftModel
-from services.drafter.optimizer import MasterAdamW
 from services.drafter.step import block_loss, num_sums
 
 NUM_ELEMENTS = 1 << 22
 PAUSE_S = 0.05
+BUCKET_ELEMENTS = 4096  # many buckets of a tiny model
 
 
 def gradient_difference(group: Group, rank: int, device: torch.device) -> float:
@@ -30,22 +31,23 @@ def gradient_difference(group: Group, rank: int, device: torch.device) -> float:
     config = make_config(dtype=dtype, head_dim=16, anchors_per_batch=64)
     model = DraftModel(config).to(device)
     frozen = [weight.to(getattr(torch, dtype)) for weight in frozen_weights(device=str(device))]
-    optimizer = MasterAdamW(model, config.train, 4, num_sums(config.draft.block_size))
+    sizes = num_sums(config.draft.block_size), BUCKET_ELEMENTS
+    gradients = Gradients(list(model.parameters()), *sizes)
 
-    def accumulate(seed: int) -> None:
+    def accumulate(seed: int, begin: Begin | None = None) -> None:
         batch = make_batch([24, 17, 30], seed=seed, device=str(device))
         blocks = choose_blocks(*metadata(batch), batch.sample_ids, 0, config)
         sums = block_loss(model, frozen[0], frozen[1], batch, blocks, config)
-        torch.autograd.backward(sums[0])
-        optimizer.accumulate(sums)
+        gradients.accumulate(sums, begin)
 
     for seed in range(2):
         accumulate(seed)
-    alone = optimizer.gradient.clone()
-    optimizer.abandon()
-    accumulate(rank)
-    optimizer.reduce(group.add_up)
-    return float((optimizer.gradient - alone).norm() / alone.norm())
+    alone = gradients.flat.clone()
+    gradients.abandon()
+    accumulate(rank, group.begin)
+    gradients.reduce(group.begin)
+    group.finish()
+    return float((gradients.flat - alone).norm() / alone.norm())
 
 
 def main() -> None:

@@ -153,7 +153,7 @@ def test_a_layer_without_context_is_a_layer_of_qwen3() -> None:
     angles = Qwen3RotaryEmbedding(reference_config)(rows, positions[None])
     with torch.no_grad():
         expected = model.norm(layer(rows, attention_mask=causal, position_embeddings=angles)[0])
-        nothing = model.context_keys_values(torch.empty(0, 32), torch.empty(0, dtype=torch.int64))
+        nothing = list(model.context_keys_values(torch.empty(0, 32), torch.empty(0, dtype=torch.int64)))
         zeros, last = np.zeros(6, dtype=np.int64), np.arange(6)
         attend = DenseAttention(KeyRuns(zeros, zeros, zeros, last + 1), 0, 6, torch.device("cpu"))
         embeddings = torch.cat([rows[0], torch.zeros(1, 32)])  # blocks of one row, none of which is a mask

@@ -27,27 +27,21 @@ def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
     return model.to(dtype)
 
 
-def backward(model: nn.Module, batch: int) -> Tensor:
-    """Gradients of one made-up batch; its sums: loss, weight, and one more."""
-    dtype = next(model.parameters()).dtype
-    rows = torch.randn(5, 4, generator=torch.Generator().manual_seed(batch)).to(dtype)
+def sums_of(model: nn.Module, batch: int) -> Tensor:
+    """The sums of one made-up batch: loss, weight, and one more."""
+    parameter = next(model.parameters())
+    rows = torch.randn(5, 4, generator=torch.Generator().manual_seed(batch)).to(parameter)
     loss = model(rows).square().sum().float()
-    loss.backward()
-    return torch.stack([loss, torch.tensor(5.0), torch.tensor(float(batch))])
+    return torch.cat([loss[None], torch.tensor([5.0, batch], device=parameter.device)])
 
 
 def flat(model: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def alone(buffer: Tensor) -> None:
-    """The sum over one rank."""
-
-
 def train(model: nn.Module, optimizer: MasterAdamW, steps: range) -> None:
     for step in steps:
-        optimizer.accumulate(backward(model, step))
-        optimizer.reduce(alone)
+        optimizer.gradients.accumulate(sums_of(model, step))
         optimizer.step(step)
 
 
@@ -58,11 +52,11 @@ def test_steps_equal_torch_adamw_with_accumulation_and_clipping(max_norm: float,
     adamw = torch.optim.AdamW(reference.parameters(), lr=0.01, weight_decay=0.1)
     for step in range(NUM_STEPS):
         for batch in (2 * step, 2 * step + 1):
-            optimizer.accumulate(backward(model, batch))
-        optimizer.reduce(alone)
+            optimizer.gradients.accumulate(sums_of(model, batch))
         result = optimizer.step(step)
 
-        losses = [backward(reference, batch)[0] for batch in (2 * step, 2 * step + 1)]
+        losses = [sums_of(reference, batch)[0] for batch in (2 * step, 2 * step + 1)]
+        torch.autograd.backward(losses)
         for parameter in reference.parameters():
             assert parameter.grad is not None
             parameter.grad /= 10.0
@@ -96,14 +90,11 @@ def test_a_step_that_is_not_finite_leaves_every_bit(where: str) -> None:
     optimizer = MasterAdamW(model, TRAIN, NUM_STEPS, num_sums=3)
     train(model, optimizer, range(3))
     weights, state = flat(model).clone(), {name: tensor.clone() for name, tensor in optimizer.state_dict().items()}
-    sums = backward(model, 3)
+    optimizer.gradients.accumulate(sums_of(model, 3))
     if where == "gradient":
-        grad = next(model.parameters()).grad
-        assert grad is not None
-        grad[0, 0] = math.inf
+        optimizer.gradients.flat[0] = math.inf
     else:
-        sums[0 if where == "loss" else 1] = math.nan
-    optimizer.accumulate(sums)
+        optimizer.gradients.sums[0 if where == "loss" else 1] = math.nan
     result = optimizer.step(3)
     assert result.found_inf == 1
     assert torch.equal(flat(model), weights)
@@ -116,7 +107,7 @@ def test_a_step_that_is_not_finite_leaves_every_bit(where: str) -> None:
 def test_a_step_without_labels_is_finite() -> None:
     model = make_model()
     optimizer = MasterAdamW(model, TRAIN, NUM_STEPS, num_sums=3)
-    optimizer.accumulate(backward(model, 0) * 0)
+    optimizer.gradients.accumulate(sums_of(model, 0) * 0)
     assert optimizer.step(0).found_inf == 0
 
 
@@ -165,8 +156,8 @@ def one_rank(rank: int, folder: str) -> None:
     model = make_model()
     optimizer = MasterAdamW(model, TRAIN, NUM_STEPS, num_sums=3)
     for step in range(3):
-        optimizer.accumulate(backward(model, 2 * step + rank))
-        optimizer.reduce(dist.all_reduce)
+        optimizer.gradients.accumulate(sums_of(model, 2 * step + rank), dist.all_reduce)
+        optimizer.gradients.reduce(dist.all_reduce)
         result = optimizer.step(step)
     torch.save({"weights": flat(model), "sums": result.sums}, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
@@ -178,8 +169,7 @@ def test_two_ranks_equal_one_bit_for_bit(tmp_path: Path) -> None:
     optimizer = MasterAdamW(model, TRAIN, NUM_STEPS, num_sums=3)
     for step in range(3):
         for batch in (2 * step, 2 * step + 1):
-            optimizer.accumulate(backward(model, batch))
-        optimizer.reduce(alone)
+            optimizer.gradients.accumulate(sums_of(model, batch))
         result = optimizer.step(step)
     for rank in range(2):
         saved = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
@@ -196,12 +186,7 @@ def test_a_gpu_steps_as_the_cpu_does() -> None:
         (other, MasterAdamW(other, TRAIN, NUM_STEPS, num_sums=3)),
     ]
     for step in range(3):
-        sums = backward(model, step)
-        for source, copy in zip(model.parameters(), other.parameters(), strict=True):
-            assert source.grad is not None
-            copy.grad = source.grad.to("cuda", copy=True)
-        for _, optimizer in pair:
-            optimizer.accumulate(sums.to(optimizer.master.device))
-            optimizer.reduce(lambda buffer: buffer)
+        for each, optimizer in pair:
+            optimizer.gradients.accumulate(sums_of(each, step))
             optimizer.step(step)
     torch.testing.assert_close(flat(other).cpu(), flat(model))

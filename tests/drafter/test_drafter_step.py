@@ -74,8 +74,7 @@ def train(model: DraftModel, batch: PackedBatch, config: Config, num_steps: int)
     for step in range(num_steps):
         blocks = choose_blocks(*metadata(batch), batch.sample_ids, step, config)
         sums = block_loss(model, embed, head, batch, blocks, config)
-        sums[0].backward()  # type: ignore[no-untyped-call]
-        optimizer.accumulate(sums)
+        optimizer.gradients.accumulate(sums)
         optimizer.step(step)
 
 
@@ -165,9 +164,7 @@ def test_a_training_step_never_waits_for_the_gpu() -> None:
             torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first step may set things up
             blocks = choose_blocks(*metadata(batch), batch.sample_ids, step, config)
             sums = block_loss(model, embed, head, batch, blocks, config)
-            sums[0].backward()  # type: ignore[no-untyped-call]
-            optimizer.accumulate(sums)
-            optimizer.reduce(lambda buffer: buffer)
+            optimizer.gradients.accumulate(sums)
             result = optimizer.step(step)
     finally:
         torch.cuda.set_sync_debug_mode("default")
