@@ -12,6 +12,7 @@ from transformers import Qwen3_5TextConfig
 from common.config import ActorsConfig, Config, DataConfig, DraftConfig, ModelConfig, PlanConfig, SyntheticConfig, TargetsConfig
 from common.target_shape import read_target_shape
 from services.target.linear_attention import causal_convolution
+from services.target.loading import load_decoder
 from services.target.model import TargetModel
 
 pytestmark = pytest.mark.gpu
@@ -107,7 +108,7 @@ def test_read_weights_are_the_made_ones_on_the_gpu(model: TargetModel, config: C
     """Saved and read again, straight to the GPU, from files in two dtypes."""
     for dtype in (torch.bfloat16, torch.float32):
         folder = tmp_path / str(dtype)
-        whole = TargetModel.load(config, CPU).decoder
+        whole = load_decoder(config, CPU)
         nn.Module.to(whole, dtype)
         whole.save_pretrained(folder)
         read = msgspec.structs.replace(config, model=ModelConfig(path=str(folder), dtype="bfloat16"))
