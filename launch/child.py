@@ -14,6 +14,12 @@ from common.lifecycle import start_time
 from common.slot_table import Owner
 from launch.topology import ActorSpec, SharedFds, command, inherited_fds
 
+_ENVIRONMENT = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "PYTHONUNBUFFERED": "1",
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # batches of many shapes fragment nothing
+}
+
 
 class Exit(NamedTuple):
     """How a life ended: an exit code, or minus a signal number as in subprocess."""
@@ -60,7 +66,7 @@ class Child:
                 stdout=log,
                 stderr=log,
                 cwd=Path(__file__).parent.parent,
-                env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"},
+                env={**os.environ, **_ENVIRONMENT},
                 pass_fds=inherited_fds(self.spec, fds),
                 start_new_session=True,
             )

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from services.target.attention import layer_kinds
 
 PEAK_FLOPS_PER_S = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}  # bfloat16, dense, NVIDIA's data sheets
+_EXPERTS = ("experts.gate_up_proj", "experts.down_proj")  # [experts, out, in]; their router is not counted
 
 
 class ForwardFlops:
@@ -24,6 +25,8 @@ class ForwardFlops:
         assert isinstance(layers, nn.ModuleList)
         kinds = layer_kinds(config)
         num_weights = sum(module.weight.numel() for module in layers.modules() if isinstance(module, (nn.Linear, nn.Conv1d)))
+        experts = [weight[0].numel() for name, weight in layers.named_parameters() if name.endswith(_EXPERTS)]
+        num_weights += sum(experts) * config.num_experts_per_tok if experts else 0
         rules = [_delta_rule(config) for kind in kinds if kind == "linear_attention"]
         self._per_token: float = 2.0 * num_weights + sum(rules)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -30,6 +30,7 @@ class Health:
         self._flops = flops
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self._peak = peak_flops_per_s(name)
+        self._device = device
         self._watch: Stopwatch | None = None
         self._copied_s = self._reported_s = time.monotonic()
         self._sums: dict[str, float] = defaultdict(float)
@@ -66,6 +67,7 @@ class Health:
             tokens_per_s=num_tokens / interval_s,
             tflops=flops / interval_s * 1e-12,
             utilisation=flops / interval_s / self._peak if self._peak else None,
+            **self._memory(),
             time_s=time.time(),
         )
         for name, value in (laps_s | {"num_tokens": num_tokens, "flops": flops, "interval_s": interval_s}).items():
@@ -73,6 +75,13 @@ class Health:
         if copied_s - self._reported_s >= _REPORT_S:
             self._report()
             self._reported_s = copied_s
+
+    def _memory(self) -> dict[str, int]:
+        """Of the allocator; both stay as they were after the warm-up."""
+        if self._device.type != "cuda":
+            return {}
+        stats = torch.cuda.memory_stats(self._device)
+        return {"reserved_bytes": stats["reserved_bytes.all.current"], "num_device_allocs": stats["num_device_alloc"]}
 
     def _report(self) -> None:
         """What the last minute went into, in shares of it."""

@@ -51,10 +51,11 @@ class WarmUp:
         """
         began = time.monotonic()
         ordered = sorted(shapes, key=lambda shape: shape.num_rows * shape.length, reverse=self._on_gpu)
-        stagings = self._try(self._layout, ordered if self._on_gpu else ordered[:1], check)
+        chosen = ordered if self._on_gpu else ordered[:1]
+        stagings = self._try(self._layout, chosen, check)
         if stagings is None:
             raise self._refusal(check)
-        log.info("warmed up %d shapes in %.1f s%s", len(shapes) if self._on_gpu else 1, time.monotonic() - began, self._peak())
+        log.info("warmed up %d shapes in %.1f s%s", len(chosen), time.monotonic() - began, self._peak())
         return stagings
 
     def _try(self, layout: SlotLayout, shapes: Sequence[BatchShape], check: Callable[[], None]) -> list[Staging] | None:

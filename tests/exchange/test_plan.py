@@ -132,6 +132,31 @@ def test_a_sample_of_length_0_is_in_no_batch() -> None:
     assert [plan.sample_ids(place) for place in range(2)] == [[1], []]
 
 
+def test_shapes_are_the_largest_batch_of_every_number_of_rows() -> None:
+    config = make_config(buckets=(64, 256, 512), max_tokens=512, samples=5)
+    lengths = np.array([10, 33, 30, 7, 9, 20, 1, 200, 180, 170], np.int32)  # seven of 64, three of 256, none of 512
+    plan = make_plan(config, lengths, np.array([12, 0, 500], np.int32))
+    assert {(shape.num_rows, shape.length) for shape in plan.shapes} == {
+        (5, 40),
+        (2, 40),
+        (2, 200),
+        (1, 200),
+        (1, 16),
+        (1, 504),
+    }
+    assert len(plan.shapes) == 6
+
+
+def test_no_batch_is_larger_than_the_shapes_say() -> None:
+    config, lengths = large_config(), drawn_lengths(3000)
+    plan = Plan(config, lengths, drawn_lengths(70))
+    known = {(shape.num_rows, int(np.searchsorted(BUCKETS, shape.length))): shape.length for shape in plan.shapes}
+    assert len(known) <= 2 * 2 * len(BUCKETS)
+    for ids in (*plan.epoch(0), *plan.epoch(1)):
+        longest = lengths[ids].max()
+        assert known[len(ids), int(np.searchsorted(BUCKETS, longest))] >= longest
+
+
 @pytest.mark.parametrize("key", ["data.path", "data.eval_path"])
 def test_a_sample_longer_than_the_last_bucket_is_named(key: str) -> None:
     long, fine = np.array([3, 8, 9, 2], np.int32), np.array([3], np.int32)

@@ -55,7 +55,8 @@ def test_no_work_before_a_drafter_has_said_where_it_is() -> None:
     run = Run(make_config())
     assert run.ask(TARGET, Work([])) is None
     asked = run.last_id
-    assert isinstance(run.send(DRAFTER, Next(4))[asked], Lease)
+    lease = run.send(DRAFTER, Next(4))[asked]
+    assert isinstance(lease, Lease) and lease.lacked == "work"
     assert run.batches(SlotState.WRITING) == [4]
 
 
@@ -66,6 +67,7 @@ def test_a_ring_is_filled_ahead_and_then_the_target_waits(run: Run) -> None:
     asked = run.last_id
     lease = run.send(DRAFTER, Release(0, 1, intact=True))[asked]
     assert isinstance(lease, Lease) and (lease.slot, lease.generation, lease.info.batch) == (0, 2, 2)
+    assert lease.lacked == "slot"
 
 
 def test_a_lost_lease_is_leased_again_and_one_that_arrived_is_not(run: Run) -> None:

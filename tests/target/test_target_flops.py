@@ -4,7 +4,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import LlamaConfig, LlamaModel, MistralConfig, MistralModel, Qwen3_5TextConfig, Qwen3_5TextModel
+from transformers import (
+    LlamaConfig,
+    LlamaModel,
+    MistralConfig,
+    MistralModel,
+    Qwen3_5TextConfig,
+    Qwen3_5TextModel,
+    Qwen3MoeConfig,
+    Qwen3MoeModel,
+)
 
 from services.target.flops import ForwardFlops, peak_flops_per_s
 
@@ -41,6 +50,13 @@ def test_a_hybrid_with_a_gated_delta_rule() -> None:
     gated_attention = 8 * 2 * 16 + 2 * 8 * 8 + 16 * 8
     per_token = 2 * (in_projections + out_projection + convolution + rule + MLP + gated_attention + MLP)
     assert ForwardFlops(Qwen3_5TextModel(config)).of(LENGTHS) == NUM_TOKENS * per_token + NUM_PAIRS * PER_PAIR
+
+
+def test_experts_count_as_far_as_a_token_uses_them() -> None:
+    experts: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 5}
+    config = Qwen3MoeConfig(**SHAPE, **experts, num_key_value_heads=4, num_hidden_layers=1)
+    per_token = 2 * (4 * 8 * 16 + 2 * 3 * 8 * 5)
+    assert ForwardFlops(Qwen3MoeModel(config)).of(LENGTHS) == NUM_TOKENS * per_token + NUM_PAIRS * PER_PAIR
 
 
 def test_peaks_are_found_by_the_name_of_the_device() -> None:

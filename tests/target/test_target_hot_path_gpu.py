@@ -1,0 +1,243 @@
+"""The hot path of a target on a GPU: nothing waits, nothing is allocated, the next forward does not wait for a copy.
+
+B rows, S padded length, K taps, H hidden size.
+"""
+
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from common import memory
+from common.checksum import checksum
+from common.config import ActorsConfig, Config, DataConfig, DraftConfig, ModelConfig, PlanConfig, RingConfig, TargetsConfig
+from common.copy_stream import CopyStream, Mark
+from common.errors import ConfigError
+from common.layout import SlotLayout
+from common.messages import BatchShape
+from common.metrics import read_metrics
+from common.ring import RingWriter, WritableSlot
+from common.target_shape import read_target_shape
+from launch.bench.shapes import random_run
+from launch.drain import Drain
+from launch.stage import Stage
+from services.target.model import TargetModel
+from services.target.rows import TargetRows, make_rows
+from services.target.staging import Staging
+from services.target.warmup import WarmUp
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
+
+GPU = torch.device("cuda")
+NUM_SLOTS = 4
+BUCKETS, BUDGET = [256, 1024], 8192
+TAPS = [0, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    shape = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 5, "num_attention_heads": 8, "head_dim": 64}
+    LlamaForCausalLM(LlamaConfig(vocab_size=256, num_key_value_heads=4, **shape)).save_pretrained(folder)  # type: ignore[arg-type]
+    return folder
+
+
+def make_config(folder: Path, layout: str = "packed", max_tokens: int = BUDGET) -> Config:
+    return Config(
+        model=ModelConfig(path=str(folder), random_init=True),
+        draft=DraftConfig(mask_token_id=255, tap_layers=TAPS),
+        data=DataConfig(),
+        plan=PlanConfig(bucket_lengths=BUCKETS, max_tokens_per_batch=max_tokens, batches_per_step=1),
+        ring=RingConfig(num_slots=NUM_SLOTS, layout=layout),  # type: ignore[arg-type]
+        targets=TargetsConfig(devices=["cuda"]),
+        drafters=ActorsConfig(devices=["cuda"]),
+        target_shape=read_target_shape(folder),
+    )
+
+
+def make_batch(lengths: list[int], seed: int) -> TargetRows:
+    random = np.random.default_rng(seed)
+    tokens = [random.integers(0, 255, length).astype(np.int32) for length in lengths]
+    return make_rows(tokens, tokens, range(len(lengths)), max(lengths))
+
+
+class Half:
+    """Model, staging buffers and a registered ring, as in the service; the caller waits for marks."""
+
+    def __init__(self, config: Config) -> None:
+        self.layout = SlotLayout.of(config)
+        self.model = TargetModel.load(config, GPU)
+        self.shapes = [BatchShape(BUDGET // length, length) for length in BUCKETS] + [BatchShape(3, BUCKETS[0])]
+        self.stagings = WarmUp(self.model, self.layout, config.plan, GPU).run(self.shapes, lambda: None)
+        self.writer = RingWriter(memory.create("ring", self.layout.ring_bytes(NUM_SLOTS)), self.layout, NUM_SLOTS)
+        self.copies = CopyStream(GPU)
+
+    def launch(self, number: int, rows: TargetRows) -> tuple[Mark, Staging, WritableSlot]:
+        """All that the launching thread does on the device for a batch."""
+        staging = self.stagings[number % len(self.stagings)]
+        slot = self.writer.open(number % NUM_SLOTS, len(rows.places), len(rows.packed.sample_ids))
+        self.model.run(staging.upload(rows), staging.keep)
+        return staging.copy_to(slot, self.copies), staging, slot
+
+    def expected(self, rows: TargetRows) -> torch.Tensor:
+        """[T, K, H] by plain indexing."""
+        places = torch.from_numpy(rows.places).to(GPU)
+        return torch.stack([tap.flatten(0, 1)[places] for tap in self.model.forward(rows.input_ids.to(GPU))], 1)
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("layout", ["packed", "split"])
+def test_batches_are_launched_without_waiting_and_arrive_as_they_are(folder: Path, layout: str) -> None:
+    half = Half(make_config(folder, layout))
+    batches = [make_batch([1000, 17, 1024], 0), make_batch([1, 250, 256, 99], 1), make_batch([700], 2)]
+    for pair in (batches[:2], batches[1:], batches[::2]):
+        with no_waiting():
+            launched = [half.launch(number, rows) for number, rows in enumerate(pair)]
+        for rows, (mark, staging, slot) in zip(pair, launched, strict=True):
+            mark.wait()
+            arrived = slot.hidden_states.transpose(0, 1) if layout == "split" else slot.hidden_states
+            assert torch.equal(arrived, half.expected(rows).cpu())
+            assert staging.checksum() == int(checksum(slot.hidden_states))
+            assert {"upload_s", "forward_s", "pack_s", "copy_s"} == staging.laps_s().keys()
+
+
+def test_the_next_forward_is_launched_while_the_batch_before_is_on_its_way(folder: Path) -> None:
+    half = Half(make_config(folder))
+    first, second = make_batch([1024] * 8, 0), make_batch([256] * 30, 1)
+    torch.cuda._sleep(2_000_000_000)  # type: ignore[no-untyped-call]  # cycles: a second without the first batch
+    mark, _, slot = half.launch(0, first)
+    later, _, later_slot = half.launch(1, second)
+    assert not mark.reached()
+    later.wait()
+    assert mark.reached()
+    assert torch.equal(slot.hidden_states, half.expected(first).cpu())
+    assert torch.equal(later_slot.hidden_states, half.expected(second).cpu())
+
+
+def test_a_used_staging_buffer_is_reused_only_after_its_copy_and_then_right(folder: Path) -> None:
+    half = Half(make_config(folder))
+    marks: list[Mark] = []
+    batches = [make_batch([1024 - number, 100 + number], number) for number in range(NUM_SLOTS)]
+    slots = []
+    for number, rows in enumerate(batches):
+        if number >= len(half.stagings):
+            marks[number - len(half.stagings)].wait()
+        mark, _, slot = half.launch(number, rows)
+        marks.append(mark)
+        slots.append(slot)
+    marks[-1].wait()
+    for rows, slot in zip(batches, slots, strict=True):
+        assert torch.equal(slot.hidden_states, half.expected(rows).cpu())
+
+
+def test_attention_runs_on_the_flash_kernel(folder: Path) -> None:
+    """With every other kernel forbidden the forward still runs."""
+    half = Half(make_config(folder))
+    input_ids = torch.zeros(2, 300, dtype=torch.int64, device=GPU)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+        assert all(tap.isfinite().all() for tap in half.model.forward(input_ids))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        half.model.forward(input_ids)
+    names = {event.key for event in profile.key_averages()}
+    print(sorted(name for name in names if any(part in name for part in ("flash", "fmha", "sdpa", "cudnn"))))
+    assert any("flash" in name for name in names)
+
+
+def test_compiled_layers_give_the_same_states_and_wait_for_nothing(folder: Path) -> None:
+    config = make_config(folder)
+    rows = make_batch([1000, 17, 1024], 0)
+    expected = Half(config).expected(rows)
+    model = TargetModel.load(config, GPU)
+    model.compile_layers()
+    half = Half(config)
+    half.model = model
+    for warm_up in ([1024, 1024], [256] * 30, [1024]):
+        half.launch(0, make_batch(warm_up, 1))[0].wait()
+    with no_waiting():
+        mark, _, slot = half.launch(1, rows)
+    mark.wait()
+    torch.testing.assert_close(slot.hidden_states.cuda().float(), expected.float(), rtol=0.05, atol=0.05)
+
+
+@pytest.fixture
+def small_memory() -> Iterator[None]:
+    """256 MiB above what is in use, the weights of the small model not counted."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    total = torch.cuda.mem_get_info()[1]
+    allowed = torch.cuda.memory_reserved() + 256 * 2**20
+    torch.cuda.set_per_process_memory_fraction(allowed / total)
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.cuda.empty_cache()
+
+
+def test_a_budget_that_does_not_fit_is_refused_with_the_one_that_does(folder: Path, small_memory: None) -> None:
+    def warm_up(max_tokens: int) -> list[Staging]:
+        config = make_config(folder, max_tokens=max_tokens)
+        shapes = [BatchShape(max_tokens // 1024, 1024), BatchShape(max_tokens // 256, 256)]
+        return WarmUp(model, SlotLayout.of(config), config.plan, GPU).run(shapes, lambda: None)
+
+    model = TargetModel.load(make_config(folder), GPU)
+    with pytest.raises(ConfigError, match=r"max_tokens_per_batch: needed at most (\d+), all of the .* found 262144") as error:
+        warm_up(262144)
+    fitting = int(str(error.value).split("at most ")[1].split(",")[0])
+    print(error.value)
+    assert 2048 <= fitting < 262144
+    warm_up(fitting)
+    gc.collect()
+    torch.cuda.empty_cache()
+    with pytest.raises(ConfigError):
+        warm_up(2 * fitting)
+
+
+def test_rows_too_long_for_the_memory_are_refused_with_the_length_that_is_not(folder: Path, small_memory: None) -> None:
+    config = make_config(folder, max_tokens=262144)
+    plan = msgspec.structs.replace(config.plan, bucket_lengths=[262144])
+    model = TargetModel.load(config, GPU)
+    with pytest.raises(ConfigError, match=r"plan\.bucket_lengths: needed rows of at most \d+ tokens"):
+        WarmUp(model, SlotLayout.of(config), plan, GPU).run([BatchShape(1, 262144)], lambda: None)
+
+
+def test_a_real_target_allocates_nothing_after_its_warm_up(folder: Path) -> None:
+    """A process of its own, with batches of many lengths; a real exchange; a drafter that takes everything."""
+    settings = [
+        "data={synthetic={num_samples=600, num_eval_samples=4, min_length=20, max_length=1024}}",
+        "plan.bucket_lengths=[128, 512, 1024]",
+        "plan.max_tokens_per_batch=8192",
+        "plan.max_samples_per_batch=64",
+        f"model.path={folder}",
+        "draft.tap_layers=[0, 1, 2, 3]",
+        "plan.epochs=8",
+        "model.dtype=bfloat16",
+        'drafters.devices=["cpu"]',
+    ]
+    with Stage(random_run("tiny", 1024, settings), "test") as stage:
+        stage.await_ready(stage.start("exchange"))
+        [target] = stage.start("target")
+        stage.await_ready([target])
+        drain = Drain(stage.run_dir)
+        while len(figures := list(read_metrics(stage.run_dir, "target-0"))) < 300:
+            stage.check()
+            time.sleep(0.1)
+        drain.close()
+        log = target.log.read_text()
+    print(log)
+    assert len({line["num_padded_tokens"] for line in figures}) > 20
+    assert len({(line["num_device_allocs"], line["reserved_bytes"]) for line in figures}) == 1

@@ -1,0 +1,49 @@
+"""The warm-up on a CPU: the staging buffers, and one small forward."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.layout import SlotLayout
+from common.lifecycle import StoppedError
+from common.messages import BatchShape
+from services.target.model import TargetModel
+from services.target.rows import make_rows
+from services.target.warmup import NUM_STAGINGS, WarmUp
+from tests.target.whole_models import CPU, make_config, make_folder
+
+SHAPES = [BatchShape(4, 16), BatchShape(3, 8), BatchShape(1, 16)]
+
+
+@pytest.fixture
+def warm_up(tmp_path: Path) -> tuple[TargetModel, WarmUp]:
+    make_folder("llama", tmp_path)
+    config = make_config(tmp_path, [1, 3])
+    model = TargetModel.load(config, CPU)
+    return model, WarmUp(model, SlotLayout.of(config), config.plan, CPU)
+
+
+def test_the_smallest_shape_runs_and_every_buffer_is_made(warm_up: tuple[TargetModel, WarmUp]) -> None:
+    model, subject = warm_up
+    seen: list[torch.Size] = []
+    model.decoder.get_input_embeddings().register_forward_hook(lambda module, ids, _: seen.append(ids[0].shape))
+    stagings = subject.run(SHAPES, lambda: None)
+    assert seen == [(1, 16)]
+    assert len(stagings) == NUM_STAGINGS
+    tokens = [torch.arange(16).numpy()] * 4
+    for staging in stagings:  # the largest batch
+        model.run(staging.upload(make_rows(tokens, tokens, range(4), 16)), staging.keep)
+        assert staging.hidden_states().shape == (64, 2, 32)
+
+
+def test_a_run_without_batches_warms_nothing_up(warm_up: tuple[TargetModel, WarmUp]) -> None:
+    assert len(warm_up[1].run([], lambda: None)) == NUM_STAGINGS
+
+
+def test_it_can_be_told_to_stop(warm_up: tuple[TargetModel, WarmUp]) -> None:
+    def stop() -> None:
+        raise StoppedError
+
+    with pytest.raises(StoppedError):
+        warm_up[1].run(SHAPES, stop)

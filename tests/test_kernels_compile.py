@@ -1,0 +1,49 @@
+"""Triton's kernels compile for the GPUs they run on (sm_90: H100, H200), without one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACK = """
+from services.target.pack_kernel import _pack as kernel
+import triton.language as tl
+signatures = [
+    {"tap": f"*{tap}", "places": "*i32", "packed": f"*{packed}", "checksum": "*i64", "num_tokens": "i32"}
+    | {"HIDDEN": 5120, "STRIDE": 5 * 5120, "INTEGER": integer, "TOKENS": 4, "BLOCK": 1024}
+    for tap, packed, integer in [("bf16", "bf16", tl.int16), ("bf16", "fp32", tl.int32), ("fp32", "bf16", tl.int16)]
+]
+"""
+CROSS_ENTROPY = """
+from services.drafter.cross_entropy_kernel import _cross_entropy as kernel
+signatures = [
+    {"logits": "*bf16", "labels": "*i64", "losses": "*fp32", "predictions": "*i64", "num_columns": "i32"}
+    | {"GRADIENT": gradient, "BLOCK": 2048}
+    for gradient in (False, True)
+]
+"""
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+for signature in signatures:
+    constants = {(place,): value for place, value in enumerate(signature.values()) if not isinstance(value, str)}
+    types = {name: value if isinstance(value, str) else "constexpr" for name, value in signature.items()}
+    source = ASTSource(kernel, types, constants)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    assert ".target sm_90" in compiled.asm["ptx"] and compiled.asm["cubin"]
+    print(compiled.metadata.name)
+"""
+
+
+@pytest.mark.parametrize(("program", "names"), [(PACK, ["_pack"] * 3), (CROSS_ENTROPY, ["_cross_entropy"] * 2)])
+def test_kernels_compile(program: str, names: list[str], tmp_path: Path) -> None:
+    """In a process of its own, with an empty cache and without the interpreter that the other tests use."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-c", program + COMPILE]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split()) == (0, names), done.stderr
