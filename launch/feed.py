@@ -106,7 +106,7 @@ class Feed:
                 raise AssertionError(f"no drafter asks for {other}")
 
     def _welcome(self) -> Welcome:
-        return Welcome(self._plan_hash, self._plan.num_batches, self._plan.num_steps)
+        return Welcome(self._plan_hash, self._plan.num_batches, self._plan.num_steps, self._plan.shapes)
 
     def _grant(self, batch: int) -> ReplyBody:
         if batch >= self._plan.num_batches:

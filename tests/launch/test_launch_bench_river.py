@@ -1,10 +1,11 @@
 """The measurements of whole runs, on CPUs and the tiny shape: real processes, every row of the tables."""
 
 import re
+import threading
 
 import pytest
 
-from launch.bench import river, scaling
+from launch.bench import river, scaling, threads
 
 
 def read_table(text: str) -> dict[str, str]:
@@ -39,3 +40,12 @@ def test_two_drafters_train_as_one_does_also_when_one_dies(capsys: pytest.Captur
 def test_a_run_that_is_too_short_to_measure_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="needed a run of more than 3 steps, found 2"):
         scaling.main(["--shape", "tiny", "--devices", "cpu", "cpu", "--samples", "32"])
+
+
+def test_the_same_pipeline_in_one_process_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert threads.main(["--shape", "tiny", "--devices", "cpu", "cpu", "--samples", "128", "--seconds", "0.5"]) == 0
+    table = read_table(capsys.readouterr().out)
+    assert [name.partition(":")[0] for name in table] == ["target", "drafter"]
+    rates = [float(value.partition(",")[0]) for value in table.values()]
+    assert min(rates) > 0
+    assert threading.active_count() == 1

@@ -1,0 +1,213 @@
+"""What this project replaces: target and drafter as two threads of one process, with a queue of pinned tensors between them.
+
+    python -m launch.bench threads --shape qwen3_8b [--devices cuda:0 cuda:1] [--seconds 60] [--samples 4096]
+        [--set KEY=VALUE ...]
+
+The same models, batches, anchors and optimizer as `launch.bench river`, correctly synchronised, and as many
+tensors in the queue as a ring has slots. There are no checksums, and nothing survives the death of the process.
+"""
+
+import argparse
+import queue
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self, TypeVar
+
+import numpy as np
+import torch
+
+from common.config import Config
+from common.copy_stream import Mark, mark_computation
+from common.dataset import Dataset
+from common.layout import SlotLayout
+from common.ring import Rows
+from common.stopwatch import Stopwatch
+from launch.gpu_monitor import GpuMonitor
+from launch.workload import SHAPES, Workload
+from services.drafter.anchors import choose_blocks
+from services.drafter.frozen import load_embedding_and_head
+from services.drafter.model import DraftModel
+from services.drafter.optimizer import MasterAdamW
+from services.drafter.step import PackedBatch, block_loss, num_sums
+from services.drafter.upload import upload
+from services.exchange.data import read_run_data
+from services.target.model import TargetModel
+from services.target.rows import read_rows
+from services.target.warmup import WarmUp
+
+SETTLED_BATCHES = 6  # kernels are compiled before
+WAIT_S = 0.1
+T = TypeVar("T")
+Item = tuple[torch.Tensor, Rows]  # hidden states [T, K, H] in pinned memory
+
+
+class Done(NamedTuple):
+    """A batch that a device has finished."""
+
+    time_s: float
+    num_tokens: int
+    watch: Stopwatch  # its lap is the device's work on it
+
+
+class Flight(NamedTuple):
+    """A batch that a device works on; each side has two, so that the device never waits for the host."""
+
+    item: Item
+    watch: Stopwatch
+    end: Mark
+
+
+class ClosedError(Exception):
+    """The measurement is over."""
+
+
+class Pipeline:
+    """Both threads and what is between them, while the `with` block runs."""
+
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        self._config = config
+        self._plan, _ = read_run_data(config, run_dir).plan(config)
+        self._dataset = Dataset.open(Path(config.data.path))
+        self._queue: queue.Queue[Item] = queue.Queue(config.ring.num_slots)
+        self._closing = threading.Event()
+        self.done: dict[str, list[Done]] = {"target": [], "drafter": []}
+        self.failure: BaseException | None = None
+        sides = (self._produce, config.targets.devices[0]), (self._consume, config.drafters.devices[0])
+        self._threads = [threading.Thread(target=self._guard, args=(body, torch.device(name))) for body, name in sides]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._closing.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _guard(self, body: Callable[[torch.device], None], device: torch.device) -> None:
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # of this thread
+            body(device)
+        except ClosedError:
+            return
+        except BaseException as error:
+            self.failure = error
+
+    def _produce(self, device: torch.device) -> None:
+        config, plan, pinned = self._config, self._plan, device.type == "cuda"
+        model = TargetModel.load(config, device)
+        WarmUp(model, SlotLayout.of(config), config.plan, device).run(plan.shapes, lambda: None)
+        earlier: Flight | None = None
+        for batch in range(plan.num_batches):
+            rows = read_rows(self._dataset, plan.sample_ids(batch), config.plan.bucket_lengths)
+            watch = Stopwatch(device)
+            taps = model.forward(upload(rows.input_ids.numpy(), device))
+            places = upload(rows.places, device)
+            packed = torch.stack([tap.flatten(0, 1)[places] for tap in taps], dim=1)
+            hidden = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=pinned)
+            hidden.copy_(packed, non_blocking=True)
+            watch.lap("busy_s")
+            flight = Flight((hidden, rows.packed), watch, mark_computation(device))
+            if earlier is not None:
+                self._finish("target", earlier)
+                self._retry(partial(self._queue.put, earlier.item, timeout=WAIT_S))
+            earlier = flight
+
+    def _consume(self, device: torch.device) -> None:
+        config = self._config
+        frozen, model = load_embedding_and_head(config, device), DraftModel(config).to(device)
+        optimizer = MasterAdamW(model, config.train, self._plan.num_steps, num_sums(config.draft.block_size))
+        earlier: Flight | None = None
+        for batch in range(self._plan.num_batches):
+            item = self._retry(partial(self._queue.get, timeout=WAIT_S))
+            watch = Stopwatch(device)
+            packed = to_batch(*item, device)
+            metadata = packed.input_ids, packed.loss_mask, packed.cu_seqlens, packed.sample_ids
+            sums = block_loss(model, *frozen, packed, choose_blocks(*metadata, 0, config), config)
+            torch.autograd.backward(sums[0])
+            optimizer.accumulate(sums)
+            step, place = divmod(batch, config.accumulation)
+            if place == config.accumulation - 1:
+                optimizer.reduce(lambda buffer: buffer)
+                optimizer.step(step)
+            watch.lap("busy_s")
+            flight = Flight(item, watch, mark_computation(device))
+            if earlier is not None:
+                self._finish("drafter", earlier)
+            earlier = flight
+
+    def _finish(self, side: str, flight: Flight) -> None:
+        flight.end.wait()
+        self.done[side].append(Done(time.monotonic(), len(flight.item[1].input_ids), flight.watch))
+
+    def _retry(self, action: Callable[[], T]) -> T:
+        while not self._closing.is_set():
+            with suppress(queue.Full, queue.Empty):
+                return action()
+        raise ClosedError
+
+
+def to_batch(hidden: torch.Tensor, rows: Rows, device: torch.device) -> PackedBatch:
+    """What the queue held, on the drafter's device."""
+    return PackedBatch(
+        hidden_states=hidden.to(device, non_blocking=True),
+        position_ids=upload(rows.position_ids.astype(np.int64), device),
+        input_ids=rows.input_ids.astype(np.int64),
+        loss_mask=rows.loss_mask.astype(np.bool_),
+        cu_seqlens=rows.cu_seqlens.astype(np.int64),
+        sample_ids=rows.sample_ids.astype(np.int64),
+    )
+
+
+def measure(pipeline: Pipeline, seconds: float, gpus: GpuMonitor) -> Iterator[tuple[str, str]]:
+    """The rows of the table, from the third batch that was trained on."""
+    while len(pipeline.done["drafter"]) < SETTLED_BATCHES:
+        check(pipeline)
+    began, began_s = time.monotonic(), time.time()
+    while time.monotonic() < began + seconds:
+        check(pipeline)
+    ended, ended_s = time.monotonic(), time.time()
+    for side, done in pipeline.done.items():
+        inside = [batch for batch in done[:] if began <= batch.time_s <= ended]
+        rate = sum(batch.num_tokens for batch in inside[1:]) / (inside[-1].time_s - inside[0].time_s)
+        busy_s = sum(batch.watch.laps_s()["busy_s"] for batch in inside[1:])
+        busy = busy_s / (inside[-1].time_s - inside[0].time_s)
+        yield f"{side}: tokens/s, device at work on them", f"{rate:.0f}, {busy:.1%} of the time"
+    for index, samples in sorted(gpus.between(began_s, ended_s).items()):
+        yield f"GPU {index} busy (nvidia-smi)", f"{statistics.mean(sample.busy for sample in samples):.1%}"
+
+
+def check(pipeline: Pipeline) -> None:
+    """Sleep a little; raise what ended a thread."""
+    time.sleep(0.05)
+    if pipeline.failure is not None:
+        raise pipeline.failure
+
+
+def main(arguments: list[str]) -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(prog="python -m launch.bench threads", description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3_8b")
+    parser.add_argument("--devices", nargs=2, default=["cuda:0", "cuda:1"], metavar="DEVICE")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--samples", type=int, default=4096, help="rows of the data set")
+    parser.add_argument("--set", dest="overrides", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
+    options = parser.parse_args(arguments)
+    target, drafter = options.devices
+    print(" ".join(arguments), flush=True)
+    with tempfile.TemporaryDirectory(prefix="headrace-threads-") as name, GpuMonitor() as gpus:
+        folder = Path(name)
+        config = Workload.make(options.shape, folder, ([target], [drafter]), options.samples, options.overrides).config
+        with Pipeline(config, folder) as pipeline:
+            for what, value in measure(pipeline, options.seconds, gpus):
+                print(f"{what:58} {value}", flush=True)
+    return 0
