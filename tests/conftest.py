@@ -5,6 +5,8 @@ Without one Triton's kernels run in its interpreter, which must be chosen before
 
 import faulthandler
 import os
+import warnings
+from contextlib import suppress
 
 import pytest
 import torch
@@ -13,6 +15,10 @@ torch.set_num_threads(1)
 faulthandler.enable()
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+else:
+    with warnings.catch_warnings(), suppress(ImportError):
+        warnings.simplefilter("ignore")  # its own, as errors, would make transformers do without it
+        import fla  # type: ignore[import-not-found]  # noqa: F401
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

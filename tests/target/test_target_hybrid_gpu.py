@@ -15,7 +15,7 @@ from services.target.linear_attention import causal_convolution
 from services.target.loading import load_decoder
 from services.target.model import TargetModel
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # the kernels' warnings are not ours
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 VOCABULARY = 512
 LENGTHS = [200, 64, 1, 129]
