@@ -79,8 +79,11 @@ class Pipeline:
         self._closing = threading.Event()
         self.done: dict[str, list[Done]] = {"target": [], "drafter": []}
         self.failure: BaseException | None = None
-        sides = (self._produce, config.targets.devices[0]), (self._consume, config.drafters.devices[0])
-        self._threads = [threading.Thread(target=self._guard, args=(body, torch.device(name))) for body, name in sides]
+        target, drafter = config.targets.devices[0], config.drafters.devices[0]
+        self._threads = [
+            threading.Thread(target=self._guard, args=(self._produce, torch.device(target)), name="produce"),
+            threading.Thread(target=self._guard, args=(self._consume, torch.device(drafter)), name="consume"),
+        ]
 
     def __enter__(self) -> Self:
         for thread in self._threads:
@@ -124,7 +127,7 @@ class Pipeline:
 
     def _consume(self, device: torch.device) -> None:
         config = self._config
-        frozen, model = load_embedding_and_head(config, device), DraftModel(config).to(device)
+        frozen, model = load_embedding_and_head(config, device), DraftModel(config, device)
         optimizer = MasterAdamW(model, config.train, self._plan.num_steps, num_sums(config.draft.block_size))
         earlier: Flight | None = None
         for batch in range(self._plan.num_batches):
@@ -133,11 +136,10 @@ class Pipeline:
             packed = to_batch(*item, device)
             metadata = packed.input_ids, packed.loss_mask, packed.cu_seqlens, packed.sample_ids
             sums = block_loss(model, *frozen, packed, choose_blocks(*metadata, 0, config), config)
-            torch.autograd.backward(sums[0])
-            optimizer.accumulate(sums)
+            optimizer.gradients.accumulate(sums)
             step, place = divmod(batch, config.accumulation)
             if place == config.accumulation - 1:
-                optimizer.reduce(lambda buffer: buffer)
+                optimizer.gradients.reduce(lambda bucket: None)
                 optimizer.step(step)
             watch.lap("busy_s")
             flight = Flight(item, watch, mark_computation(device))
