@@ -4,8 +4,9 @@
     loss_mask   list<bool>    one bit a token: supervised or not
     length      int32         tokens of the row, read without touching them
     checksum    uint32        of tokens and mask (`row_checksum`), compared whenever a row is read
+    category    string        what kind of prompt it is; "" where nobody said
 
-The last two are ours only. Other integers are read too. Shapes: n tokens of one sample.
+Only the first two are needed. Other integers are read too. Shapes: n tokens of one sample.
 """
 
 import bisect
@@ -27,6 +28,7 @@ SCHEMA = pa.schema(
         ("loss_mask", pa.list_(pa.bool_())),
         ("length", pa.int32()),
         ("checksum", pa.uint32()),
+        ("category", pa.string()),
     ]
 )
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
@@ -37,10 +39,11 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class Sample(NamedTuple):
-    """One document: input_ids int32 [n], loss_mask bool [n] (True where a token is supervised)."""
+    """One document: input_ids int32 [n], loss_mask bool [n] (True where a token is supervised), and its category."""
 
     input_ids: Int32Array
     loss_mask: BoolArray
+    category: str = ""
 
 
 def row_checksum(sample: Sample) -> int:
@@ -55,7 +58,8 @@ def to_batch(rows: list[Sample]) -> pa.RecordBatch:
     input_ids = pa.ListArray.from_arrays(offsets, np.concatenate([row.input_ids for row in rows]))
     loss_mask = pa.ListArray.from_arrays(offsets, np.concatenate([row.loss_mask for row in rows]))
     checksums = pa.array(np.array([row_checksum(row) for row in rows], np.uint32))
-    return pa.record_batch([input_ids, loss_mask, pa.array(lengths), checksums], schema=SCHEMA)
+    categories = pa.array([row.category for row in rows], pa.string())
+    return pa.record_batch([input_ids, loss_mask, pa.array(lengths), checksums, categories], schema=SCHEMA)
 
 
 class ArrowFile:
@@ -83,6 +87,10 @@ class ArrowFile:
         """int32 [num_rows], tokens per row, without touching the tokens."""
         return np.concatenate([np.zeros(0, np.int32), *map(_lengths, self._batches)])
 
+    def categories(self) -> list[str]:
+        """The category of every row, "" where there is none, without touching the tokens."""
+        return [category or "" for batch in self._batches for category in _categories(batch)]
+
     def read(self, row: int) -> Sample:
         """A copy of one row.
 
@@ -94,7 +102,8 @@ class ArrowFile:
         place = row - self._ends[number] + batch.num_rows
         input_ids = batch.column("input_ids")[place].values.to_numpy()
         loss_mask = batch.column("loss_mask")[place].values.to_numpy(zero_copy_only=False)
-        sample = Sample(input_ids.astype(np.int32), loss_mask.astype(np.bool_))
+        category = _categories(batch.slice(place, 1))[0] or ""
+        sample = Sample(input_ids.astype(np.int32), loss_mask.astype(np.bool_), category)
         if "checksum" in batch.schema.names and batch.column("checksum")[place].as_py() != row_checksum(sample):
             raise DataError("its checksum is wrong: bytes were changed after it was written")
         return sample
@@ -118,7 +127,7 @@ def _check(path: Path, batch: pa.RecordBatch) -> None:
         raise DataError(f"{path}: needed the columns input_ids and loss_mask, lists of integers or bools, found {found}")
     columns = batch.select([name for name in SCHEMA.names if name in batch.schema.names])
     columns.validate(full=True)
-    if any(column.null_count for column in columns.columns):
+    if any(columns.column(name).null_count for name in columns.schema.names if name != "category"):
         raise DataError(f"{path}: needed rows without null, found null")
     lengths, masks = _list_lengths(batch, "input_ids"), _list_lengths(batch, "loss_mask")
     if not (np.array_equal(lengths, masks) and np.array_equal(lengths, _lengths(batch))):
@@ -131,6 +140,14 @@ def _is_readable(schema: pa.Schema) -> bool:
     return (
         len(lists) == 2 and pa.types.is_integer(lists[0]) and (pa.types.is_integer(lists[1]) or pa.types.is_boolean(lists[1]))
     )
+
+
+def _categories(batch: pa.RecordBatch) -> list[str | None]:
+    """A column of that name that holds something else is somebody else's."""
+    if "category" not in batch.schema.names or not pa.types.is_string(batch.schema.field("category").type):
+        return [""] * batch.num_rows
+    categories: list[str | None] = batch.column("category").to_pylist()
+    return categories
 
 
 def _lengths(batch: pa.RecordBatch) -> Int32Array:

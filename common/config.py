@@ -45,6 +45,8 @@ class DraftConfig(Section, frozen=True, kw_only=True):
     head_dim: int = 0
     intermediate_size: int = 0
     dtype: DType = "bfloat16"  # of the weights in the step; the master weights are float32
+    init: str = ""  # a drafter folder to begin from, see launch.import_draft; "" means random weights
+    init_fingerprint: str = ""  # of the files in it: filled in by start_all, never by a person
 
 
 class SyntheticConfig(Section, frozen=True, kw_only=True):
@@ -60,9 +62,15 @@ class DataConfig(Section, frozen=True, kw_only=True):
     """Prepared data sets (see launch.prepare)."""
 
     path: str = ""
-    eval_path: str = ""  # "" means no evaluation
+    eval_path: str = ""  # "" means no evaluation, unless eval_paths names sets
+    eval_paths: dict[str, str] = {}  # instead of it, several: name -> folder; acceptance is told apart by name
     skip_damaged: bool = False  # check every file at the start and leave out the rows that are damaged
-    synthetic: SyntheticConfig | None = None  # instead of both paths
+    synthetic: SyntheticConfig | None = None  # instead of all paths
+
+    @property
+    def eval_sets(self) -> dict[str, str]:
+        """Every evaluation set, name -> folder, in their order; a single one is named after its folder."""
+        return self.eval_paths or ({Path(self.eval_path).name: self.eval_path} if self.eval_path else {})
 
 
 class PlanConfig(Section, frozen=True, kw_only=True):
@@ -197,6 +205,8 @@ def load(path: Path, overrides: list[str]) -> Config:
         config = msgspec.convert(tree, Config)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {_name_the_key(str(error))}") from error
+    if config.draft.init_fingerprint:
+        raise ConfigError(f"{path}: draft.init_fingerprint is made from draft.init, not set")
     config = _fill_in(config)
     check(config)
     return config

@@ -26,10 +26,10 @@ class Damage(msgspec.Struct, frozen=True):
 
 
 class DamagedRows(msgspec.Struct, frozen=True):
-    """The unusable rows of both data sets of a run, as start_all found them."""
+    """The unusable rows of the data sets of a run, as start_all found them."""
 
     train: Ranges = []
-    eval: Ranges = []
+    held_out: dict[str, Ranges] = {}  # by name of the evaluation set
 
 
 def find_damage(folder: Path) -> list[Damage]:

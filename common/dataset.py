@@ -76,6 +76,11 @@ class Dataset:
         """int32 [num_samples], tokens per sample, without touching the tokens. DataError as `read`."""
         return np.concatenate([self.file_lengths(file) for file in range(len(self._ends))])
 
+    @property
+    def categories(self) -> list[str]:
+        """The category of every sample, "" where it has none or its file is unreadable."""
+        return [category for file in range(len(self._ends)) for category in self._file_categories(file)]
+
     def rows_of(self, file: int) -> range:
         """The ids of the samples in a file."""
         return range(self._ends[file] - self.manifest.files[file].num_rows, self._ends[file])
@@ -106,6 +111,12 @@ class Dataset:
         if found != f"{entry.num_bytes}":
             needed = f"{entry.num_bytes} bytes" if path.is_file() else f"a file of {entry.num_bytes} bytes"
             raise DataError(f"{self._name(file)}: needed {needed}, found {found}")
+
+    def _file_categories(self, file: int) -> list[str]:
+        try:
+            return self._open_file(file).categories()
+        except DataError:  # who needs the rows is told; a name for a group is no reason to fail
+            return [""] * len(self.rows_of(file))
 
     def _name(self, file: int) -> str:
         rows = self.rows_of(file)
@@ -175,9 +186,9 @@ class DatasetWriter:
             shutil.rmtree(self._aside, ignore_errors=True)
             os.close(self._lock)
 
-    def add(self, input_ids: npt.ArrayLike, loss_mask: npt.ArrayLike) -> None:
-        """Append one sample: token ids [n] and 0/1 or bool [n]."""
-        sample = Sample(np.asarray(input_ids, np.int32), np.asarray(loss_mask, np.bool_))
+    def add(self, input_ids: npt.ArrayLike, loss_mask: npt.ArrayLike, category: str = "") -> None:
+        """Append one sample: token ids [n], 0/1 or bool [n], and what kind of prompt it is."""
+        sample = Sample(np.asarray(input_ids, np.int32), np.asarray(loss_mask, np.bool_), category)
         self._check(sample)
         length = len(sample.input_ids)
         self._content.update(np.int64(length).tobytes() + sample.input_ids.tobytes() + sample.loss_mask.tobytes())
@@ -198,7 +209,7 @@ class DatasetWriter:
             os.fsync(file.fileno())
 
     def _check(self, sample: Sample) -> None:
-        input_ids, loss_mask = sample
+        input_ids, loss_mask, _ = sample
         where = f"{self.folder}: sample {self.num_samples}"
         if input_ids.ndim != 1 or input_ids.shape != loss_mask.shape:
             raise DataError(f"{where}: needed input_ids and loss_mask [n], found {input_ids.shape} and {loss_mask.shape}")

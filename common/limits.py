@@ -26,6 +26,10 @@ def check(config: "Config") -> None:
     samples = config.plan.max_samples_per_batch
     _need(config.ring.num_slots >= 1, "ring.num_slots", "at least 1", config.ring.num_slots)
     _need(bool(data.path) != (data.synthetic is not None), "data", "either data.path or data.synthetic", "both or neither")
+    named = [bool(data.eval_path), bool(data.eval_paths), data.synthetic is not None]
+    _need(sum(named) <= 1, "data", "one of data.eval_path, data.eval_paths and data.synthetic", f"{sum(named)} of them")
+    for name, path in data.eval_paths.items():
+        _need(bool(name and path), "data.eval_paths", "names and folders", f"{name!r} = {path!r}")
     _need(train.anchors_per_document >= 1, "train.anchors_per_document", "at least 1", train.anchors_per_document)
     fits = train.anchors_per_batch >= samples
     _need(fits, "train.anchors_per_batch", f"at least plan.max_samples_per_batch {samples}", train.anchors_per_batch)

@@ -66,6 +66,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_skipped: int  # steps that were not finite
     loss: float | None
     acceptance: float | None  # length, exact and greedy, on held-out samples
+    best_acceptance: float | None  # the highest among the checkpoints
+    best_step: int | None
     target_tokens_per_s: float
     drafter_tokens_per_s: float
     verdict: str | None  # drafter bound, target bound, balanced

@@ -6,8 +6,9 @@
     {"answers": [{"prompt_ids": ..., "answer_ids": ...}]}  one per turn
 
 Beside the messages may stand `tools` (a list or its JSON), `system` (a text) and `finished` (false: the last answer
-was cut at a token limit). A message may carry `tool_calls`, `reasoning_content` (or `reasoning`, `thinking`), and
-`weight` 0 for an answer that is not to be learnt.
+was cut at a token limit); in every form a text `category`, or `task`, or `source`, by which acceptance is told apart.
+A message may carry `tool_calls`, `reasoning_content` (or `reasoning`, `thinking`), and `weight` 0 for an answer that
+is not to be learnt.
 """
 
 import json
@@ -24,6 +25,7 @@ ROLES = {"system", "developer", "user", "assistant", "tool"}
 ASSISTANT_NAMES = {"gpt", "chatgpt", "model", "bot", "ai", "bing", "bard"}
 ALIASES = {"human": "user", "function": "tool", "observation": "tool"} | dict.fromkeys(ASSISTANT_NAMES, "assistant")
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+CATEGORY_KEYS = ("category", "task", "source")
 
 
 class Conversation(NamedTuple):
@@ -33,6 +35,7 @@ class Conversation(NamedTuple):
     tools: list[dict[str, Any]] | None = None
     finished: bool = True
     changed: Changed | None = None
+    category: str = ""
 
 
 class RuleError(Exception):
@@ -51,12 +54,12 @@ def read_row(raw: object, aliases: dict[str, str] = ALIASES) -> Conversation | O
         return Outcome([], Dropped.NOT_JSON)
     try:
         match row:
-            case {"input_ids": [*ids], "loss_mask": [*mask]}:
-                return Outcome([_to_sample(ids, mask)])
+            case dict() if isinstance(row.get("input_ids"), list) and isinstance(row.get("loss_mask"), list):
+                return Outcome([_to_sample(row["input_ids"], row["loss_mask"])]).of_category(read_category(row))
             case dict() if isinstance(row.get("prompt_ids"), list) or isinstance(row.get("answers"), list):
-                return Outcome(_read_answers(row))
+                return Outcome(_read_answers(row)).of_category(read_category(row))
             case dict() if row.get("messages") is not None or row.get("conversations") is not None:
-                return _read_conversation(row, aliases)
+                return _read_conversation(row, aliases)._replace(category=read_category(row))
         raise RuleError(Dropped.NO_CONVERSATION)
     except RuleError as error:
         return Outcome([], error.rule)
@@ -74,6 +77,12 @@ def read_messages(row: dict[str, Any], aliases: dict[str, str] = ALIASES) -> lis
         messages.insert(0, {"role": "system", "content": row["system"]})
     _check_text(messages)
     return messages
+
+
+def read_category(row: dict[str, Any]) -> str:
+    """What kind of prompt a row is; "" where it does not say."""
+    named = next((row[key] for key in CATEGORY_KEYS if row.get(key) and isinstance(row[key], str)), "")
+    return named.encode(errors="replace").decode()
 
 
 def read_tools(value: object) -> list[dict[str, Any]] | None:

@@ -41,7 +41,7 @@ class Converter:
     def convert(self, raw: object) -> Outcome:
         """A line of JSON or an object to its samples, or to the rule that drops it."""
         read = read_row(raw, self._aliases)
-        outcome = read if isinstance(read, Outcome) else self._masker.mask(read)
+        outcome = read if isinstance(read, Outcome) else self._masker.mask(read).of_category(read.category)
         return check_all(outcome, self._limits)
 
 

@@ -19,11 +19,12 @@ def render(status: RunStatus) -> Group:
 def _figures(status: RunStatus) -> Text:
     loss = "-" if status.loss is None else f"{status.loss:.4f}"
     acceptance = "-" if status.acceptance is None else f"{status.acceptance:.2f}"
+    best = "" if status.best_step is None else f" (best {status.best_acceptance:.2f} at step {status.best_step})"
     skipped = f"  skipped {status.num_skipped}" if status.num_skipped else ""
     left = format_time(status.time_left_s)
     lines = [
         f"{status.state}  up {format_time(status.uptime_s)}  left {left}  restarts {status.restarts}",
-        f"step {status.step}/{status.num_steps or '?'}  loss {loss}  acceptance {acceptance}{skipped}",
+        f"step {status.step}/{status.num_steps or '?'}  loss {loss}  acceptance {acceptance}{best}{skipped}",
         f"tokens/s  targets {status.target_tokens_per_s:.0f}  drafters {status.drafter_tokens_per_s:.0f}",
     ]
     if status.verdict is not None:

@@ -70,7 +70,8 @@ def show_row(console: Console, dataset: Dataset, row: int, tokenizer: PreTrained
         raise DataError(f"--row: needed 0 to {dataset.num_samples - 1}, found {row}")
     sample = dataset.read(row)
     num_tokens, num_supervised = len(sample.input_ids), int(sample.loss_mask.sum())
-    console.rule(f"row {row}: {num_tokens:,} tokens, {num_supervised:,} supervised ({num_supervised / num_tokens:.1%})")
+    name = f"row {row}, {sample.category}" if sample.category else f"row {row}"
+    console.rule(f"{name}: {num_tokens:,} tokens, {num_supervised:,} supervised ({num_supervised / num_tokens:.1%})")
     console.print(render_row(sample, tokenizer), soft_wrap=True)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import DataError
-from launch.conversations import Message, RuleError, read_messages, read_tools
+from launch.conversations import Message, RuleError, read_category, read_messages, read_tools
 from launch.inputs import Input, read_chunks
 from launch.rules import Dropped
 
@@ -80,8 +80,7 @@ def _to_script(raw: Any) -> Script:
         raise RuleError(Dropped.NOT_JSON) from None
     if not isinstance(row, dict):
         raise RuleError(Dropped.NO_CONVERSATION)
-    category = row.get("category")
-    script = Script(_with_gaps(_read_turns(row)), read_tools(row.get("tools")), category if isinstance(category, str) else None)
+    script = Script(_with_gaps(_read_turns(row)), read_tools(row.get("tools")), read_category(row) or None)
     if None not in script.turns:
         raise RuleError(Dropped.NO_QUESTION)
     return script

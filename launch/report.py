@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from common.acceptance import Evaluation, find_best
 from common.addresses import report_path
 from common.json_file import write_json
 from launch.control_messages import RunStatus
@@ -51,6 +52,8 @@ class Report(msgspec.Struct, kw_only=True):
     loss_last: float | None
     acceptance_first: float | None
     acceptance_last: float | None
+    evaluation_last: dict[str, Any] | None  # as in the metrics: by position, evaluation set and category
+    evaluation_best: Evaluation | None  # of the checkpoint of the highest acceptance
     actors: list[ActorReport]
     resume: str | None  # the command that goes on; None where there is nothing left to do
 
@@ -70,7 +73,7 @@ def write_report(run_dir: Path, ending: Ending, status: RunStatus, plan: Plan, n
         OSError: the disk refuses.
     """
     losses, evaluations = read_series(run_dir, num_drafters)
-    acceptance = [line["acceptance"] for line in evaluations.values()]
+    measured = list(evaluations.values())
     step = max([status.step, *losses])
     report = Report(
         **ending._asdict(),
@@ -81,8 +84,10 @@ def write_report(run_dir: Path, ending: Ending, status: RunStatus, plan: Plan, n
         num_skipped=status.num_skipped,
         loss_first=losses[min(losses)] if losses else None,
         loss_last=losses[max(losses)] if losses else None,
-        acceptance_first=acceptance[0] if acceptance else None,
-        acceptance_last=acceptance[-1] if acceptance else None,
+        acceptance_first=measured[0]["acceptance"] if measured else None,
+        acceptance_last=measured[-1]["acceptance"] if measured else None,
+        evaluation_last=measured[-1] if measured else None,
+        evaluation_best=find_best(run_dir),
         actors=[
             ActorReport(name=actor.name, restarts=actor.restarts, lost_s=actor.lost_s, last_exit=actor.last_exit)
             for actor in status.actors

@@ -56,6 +56,10 @@ class Outcome(NamedTuple):
     samples: list[Sample]
     reason: Reason | None = None
 
+    def of_category(self, category: str) -> "Outcome":
+        """The same, with the category of the row in every sample."""
+        return self._replace(samples=[sample._replace(category=category) for sample in self.samples]) if category else self
+
 
 class Limits(NamedTuple):
     """What a sample must keep to."""
@@ -67,7 +71,7 @@ class Limits(NamedTuple):
 
 def check(sample: Sample, limits: Limits) -> Sample | Dropped:
     """The sample, cut where it is allowed, or the rule that drops it."""
-    input_ids, loss_mask = sample
+    input_ids, loss_mask, _ = sample
     if len(input_ids) == 0 or not loss_mask.any():
         return Dropped.NOT_SUPERVISED
     if input_ids.min() < 0 or input_ids.max() >= limits.vocab_size:
@@ -78,7 +82,7 @@ def check(sample: Sample, limits: Limits) -> Sample | Dropped:
         return sample
     if not limits.truncate:
         return Dropped.TOO_LONG
-    cut = Sample(input_ids[: limits.max_length], loss_mask[: limits.max_length])
+    cut = sample._replace(input_ids=input_ids[: limits.max_length], loss_mask=loss_mask[: limits.max_length])
     return cut if _has_pair(cut) else Dropped.CUT_BEFORE_ANSWER
 
 

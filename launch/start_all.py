@@ -24,6 +24,7 @@ from common.board import Board
 from common.config import Config
 from common.damage import DamagedRows, Ranges, find_damage, write_damaged_rows
 from common.dataset import Dataset
+from common.drafter_files import fingerprint_drafter
 from common.errors import ConfigError, HeadraceError, ModelError, RunDirectoryBusyError
 from common.slot_table import SlotTable
 from launch.control_server import ControlServer
@@ -82,7 +83,7 @@ def start(config: Config, run_dir: Path, command: str, dry_run: bool) -> int:
     exchange_address(run_dir)
     _check_model(config)
     run_dir = run_dir.absolute()
-    config = _with_paths(config, run_dir)
+    config = _with_init(_with_paths(config, run_dir))
     if config.data.synthetic is None:
         _check_data(config)
     memory.check_available(topology.shared_bytes)
@@ -182,11 +183,21 @@ def _with_paths(config: Config, run_dir: Path) -> Config:
     """Where data and model are, for processes with another working directory; made-up data lie in the run directory."""
     data, model = config.data, config.model
     if data.synthetic is not None:
-        folders = str(run_dir / "data" / "train"), str(run_dir / "data" / "eval")
+        data = msgspec.structs.replace(data, path=str(run_dir / "data" / "train"), eval_path=str(run_dir / "data" / "eval"))
     else:
-        folders = _absolute(data.path), _absolute(data.eval_path) if data.eval_path else ""
-    data = msgspec.structs.replace(data, path=folders[0], eval_path=folders[1])
+        sets = {name: _absolute(path) for name, path in data.eval_paths.items()}
+        single = _absolute(data.eval_path) if data.eval_path else ""
+        data = msgspec.structs.replace(data, path=_absolute(data.path), eval_path=single, eval_paths=sets)
     return msgspec.structs.replace(config, data=data, model=msgspec.structs.replace(model, path=_absolute(model.path)))
+
+
+def _with_init(config: Config) -> Config:
+    """Name what is in the drafter to begin from, so that a resumed or restarted run begins from the same."""
+    if not config.draft.init:
+        return config
+    folder = _absolute(config.draft.init)
+    draft = msgspec.structs.replace(config.draft, init=folder, init_fingerprint=fingerprint_drafter(Path(folder)))
+    return msgspec.structs.replace(config, draft=draft)
 
 
 def _absolute(path: str) -> str:
@@ -195,19 +206,21 @@ def _absolute(path: str) -> str:
 
 def _check_data(config: Config) -> None:
     """Open what was prepared, for its errors, before anything is written."""
-    for path in filter(None, (config.data.path, config.data.eval_path)):
+    for path in (config.data.path, *config.data.eval_sets.values()):
         Dataset.open(Path(path), damaged=config.data.skip_damaged)
 
 
 def _find_damage(config: Config, run_dir: Path) -> None:
     """Say what is damaged, and leave the rows where the exchange looks."""
-    rows: dict[str, Ranges] = {}
-    for kind, path in (("train", config.data.path), ("eval", config.data.eval_path)):
-        damage = find_damage(Path(path)) if path else []
-        for line in damage:
-            print(f"damaged: {path}/{line}", flush=True)
-        rows[kind] = [span for line in damage for span in line.rows]
-    write_damaged_rows(DamagedRows(**rows), run_dir)
+    held_out = {name: _find_damage_in(path) for name, path in config.data.eval_sets.items()}
+    write_damaged_rows(DamagedRows(_find_damage_in(config.data.path), held_out), run_dir)
+
+
+def _find_damage_in(path: str) -> Ranges:
+    damage = find_damage(Path(path))
+    for line in damage:
+        print(f"damaged: {path}/{line}", flush=True)
+    return [span for line in damage for span in line.rows]
 
 
 def _check_model(config: Config) -> None:

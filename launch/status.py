@@ -4,6 +4,7 @@ import math
 import time
 from pathlib import Path
 
+from common.acceptance import find_best
 from common.addresses import actor_name
 from common.board import Board, Phase
 from common.slot_table import SlotTable
@@ -29,6 +30,7 @@ class Gauges:
     def read(self) -> RunStatus:
         """The state of this moment."""
         pace, lead, waiting = self._pace, self._pace.lead, self._pace.waiting()
+        best = find_best(self._run_dir)
         return RunStatus(
             run_dir=str(self._run_dir),
             state="stopping" if self._supervisor.is_stopping else "running",
@@ -38,6 +40,8 @@ class Gauges:
             num_skipped=lead.num_skipped,
             loss=lead.loss if lead.step and math.isfinite(lead.loss) else None,
             acceptance=lead.acceptance or None,
+            best_acceptance=best.acceptance if best else None,
+            best_step=best.step if best else None,
             target_tokens_per_s=pace.tokens_per_s("target"),
             drafter_tokens_per_s=pace.tokens_per_s("drafter"),
             verdict=waiting.verdict() if waiting else None,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from common import faults
+from common.acceptance import Evaluation, find_best
 from common.config import Config, LayerType
 from common.errors import CheckpointError
 from services.drafter.durable_folder import durable_folder, remove_folder, remove_leftovers, replace_file
@@ -37,14 +38,14 @@ class DraftIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     rope_theta: float
 
 
-class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     """The content of checkpoint.json; `next_batch` is the first batch of the run that is not in the weights."""
 
     step: int
     next_batch: int
     plan_hash: str
     draft: DraftIdentity
-    metrics: dict[str, float]
+    evaluation: Evaluation | None = None  # of these very weights; None where they were not measured
 
 
 def draft_identity(config: Config) -> DraftIdentity:
@@ -72,7 +73,7 @@ def checkpoint_folder(run_dir: Path, step: int) -> Path:
 
 
 def save(run_dir: Path, checkpoint: Checkpoint, weights: Mapping[str, Tensor], optimizer: Mapping[str, Any], keep: int) -> Path:
-    """Write a checkpoint, then remove all but the newest `keep`; called by rank 0 only.
+    """Write a checkpoint, then remove all but the newest `keep` and the best; called by rank 0 only.
 
     Where the step has a checkpoint already (an evaluation or a stop followed it) only its record is replaced: the
     same step of the same plan has the same weights.
@@ -82,7 +83,7 @@ def save(run_dir: Path, checkpoint: Checkpoint, weights: Mapping[str, Tensor], o
         checkpoint: the cursor and the identities.
         weights: master weights, float32, by parameter name.
         optimizer: the optimizer's state_dict: tensors, numbers, lists and dicts.
-        keep: how many checkpoints stay, at least 1.
+        keep: how many checkpoints stay, at least 1, beside that of the highest held-out acceptance.
 
     Returns:
         The folder of the checkpoint.
@@ -104,8 +105,10 @@ def save(run_dir: Path, checkpoint: Checkpoint, weights: Mapping[str, Tensor], o
         faults.reach("drafter.mid_save")
         _write_tensors(aside / OPTIMIZER, dict(optimizer))
         (aside / RECORD).write_bytes(record)
+    best = find_best(run_dir)
     for old in _complete(run_dir)[:-keep]:
-        remove_folder(old)
+        if best is None or old != checkpoint_folder(run_dir, best.step):
+            remove_folder(old)
     return folder
 
 

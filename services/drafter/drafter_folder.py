@@ -121,16 +121,17 @@ def read_drafter(folder: Path) -> Drafter:
     return replace(drafter, settings=_with_taps(drafter))
 
 
-def load_drafter(folder: Path, config: Config) -> DraftModel:
-    """The draft model of a folder, in `config.draft.dtype`, on the CPU.
-
-    Raises:
-        CheckpointError: unreadable, or not the draft model of `config`; every difference is named with both values.
-    """
+def read_fitting_drafter(folder: Path, config: Config) -> Drafter:
+    """As `read_drafter`; CheckpointError also where it is not the draft model of `config`: every difference is named."""
     drafter = read_drafter(folder)
     if misfits := drafter.misfits(config):
         raise CheckpointError(f"{folder} ({drafter.layout} layout) does not fit: {'; '.join(misfits)}")
-    return drafter.build(config)
+    return drafter
+
+
+def load_drafter(folder: Path, config: Config) -> DraftModel:
+    """The draft model of a folder, in `config.draft.dtype`, on the CPU. CheckpointError as `read_fitting_drafter`."""
+    return read_fitting_drafter(folder, config).build(config)
 
 
 def tensor_shapes(config: Config) -> dict[str, list[int]]:

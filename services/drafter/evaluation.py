@@ -3,7 +3,7 @@
 Shapes: T packed rows, D documents, N blocks, B block size.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.acceptance import Acceptance
 from common.config import Config
 from services.drafter.anchors import Blocks, all_blocks
 from services.drafter.model import DraftModel
@@ -18,31 +19,31 @@ from services.drafter.step import PackedBatch, predict_blocks
 from services.drafter.upload import upload
 
 
-@dataclass(frozen=True)
-class Acceptance:
-    """Rounds of verification and the tokens they emitted; adds up over batches and ranks."""
-
-    num_rounds: int = 0
-    num_tokens: int = 0
-
-    def __add__(self, other: "Acceptance") -> "Acceptance":
-        return Acceptance(self.num_rounds + other.num_rounds, self.num_tokens + other.num_tokens)
-
-    @property
-    def tau(self) -> float:
-        """Tokens per round, between 1 and B; 0 when nothing was measured."""
-        return self.num_tokens / self.num_rounds if self.num_rounds else 0.0
-
-
 def evaluate_batch(
     model: DraftModel, embed_weight: Tensor, head_weight: Tensor, batch: PackedBatch, config: Config
-) -> Acceptance:
-    """Draft a block at every anchor of a batch and walk over its answers (waits for the device)."""
+) -> NDArray[np.int64]:
+    """Draft a block at every anchor of a batch and walk over its answers (waits for the device).
+
+    Returns:
+        int64 [D, B]: per document, the rounds that emitted 1, 2 .. B tokens; such counts add up over batches and ranks.
+    """
     accepted = np.zeros(len(batch.input_ids), dtype=np.int64)
     for blocks in all_blocks(batch.input_ids, batch.loss_mask, batch.cu_seqlens, config):
         predictions = predict_blocks(model, embed_weight, head_weight, batch, blocks, config).cpu().numpy()
         accepted[blocks.anchors[blocks.valid]] = matching_prefix(predictions, blocks)[blocks.valid]
-    return walk(accepted, batch.loss_mask, batch.cu_seqlens)
+    return walk(accepted, batch.loss_mask, batch.cu_seqlens, config.draft.block_size)
+
+
+def summarise(rounds: NDArray[np.int64]) -> Acceptance:
+    """Acceptance from the numbers of rounds [B] that emitted 1, 2 .. B tokens."""
+    num_rounds, num_tokens = int(rounds.sum()), int((rounds * np.arange(1, len(rounds) + 1)).sum())
+    num_longer = np.cumsum(rounds[::-1])[::-1][1:]  # rounds that emitted more than k tokens: draft token k is one of them
+    return Acceptance(
+        acceptance=num_tokens / max(num_rounds, 1),
+        acceptance_per_position=(num_longer / max(num_rounds, 1)).tolist(),
+        num_rounds=num_rounds,
+        num_tokens=num_tokens,
+    )
 
 
 def matching_prefix(predictions: NDArray[np.int64], blocks: Blocks) -> NDArray[np.int64]:
@@ -52,7 +53,9 @@ def matching_prefix(predictions: NDArray[np.int64], blocks: Blocks) -> NDArray[n
     return count
 
 
-def walk(accepted: NDArray[np.int64], loss_mask: NDArray[np.bool_], cu_seqlens: NDArray[np.int64]) -> Acceptance:
+def walk(
+    accepted: NDArray[np.int64], loss_mask: NDArray[np.bool_], cu_seqlens: NDArray[np.int64], block_size: int
+) -> NDArray[np.int64]:
     """Count the rounds that greedy speculative decoding of every supervised span would take.
 
     The target's prefill gives the first token of a span; it is the first anchor and no round emitted it. A round at
@@ -65,15 +68,20 @@ def walk(accepted: NDArray[np.int64], loss_mask: NDArray[np.bool_], cu_seqlens: 
         accepted: int64 [T], accepted drafts at every anchor.
         loss_mask: bool [T].
         cu_seqlens: int64 [D + 1].
+        block_size: B.
+
+    Returns:
+        int64 [D, B]: per document, the rounds that emitted 1, 2 .. B tokens.
     """
-    num_rounds = num_tokens = 0
+    rounds = np.zeros((len(cu_seqlens) - 1, block_size), dtype=np.int64)
     for start, end in supervised_spans(loss_mask, cu_seqlens):
+        of_document = rounds[np.searchsorted(cu_seqlens, start, side="right") - 1]
         anchor = start
         while anchor < end - 1:
-            num_rounds += 1
-            anchor += int(accepted[anchor]) + 1
-        num_tokens += end - 1 - start
-    return Acceptance(num_rounds, num_tokens)
+            num_tokens = min(int(accepted[anchor]) + 1, end - 1 - anchor)
+            of_document[num_tokens - 1] += 1
+            anchor += num_tokens
+    return rounds
 
 
 def supervised_spans(loss_mask: NDArray[np.bool_], cu_seqlens: NDArray[np.int64]) -> list[tuple[int, int]]:

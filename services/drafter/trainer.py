@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
+import msgspec
 import torch
 import torch.nn.functional as F
 
@@ -54,6 +55,7 @@ class Trainer:
         self._journal = Journal(self._embedding.device, len(optimizer.gradients.sums), actor.config.accumulation)
         self._profiler = StepProfiler(actor.run_dir / "profile" / f"{actor.name}.json", actor.config.train.profile_steps)
         self._evaluator = Evaluator(model, frozen, actor.config)
+        self._evaluated_at = _NOWHERE  # the position right after the last evaluation
         self._position = _NOWHERE  # the first batch of the sequence that is not in the weights
         self._is_half_taken = False  # the weights are neither this rank's nor another's
         self._waited_s = 0.0
@@ -106,13 +108,14 @@ class Trainer:
         before = self._position
         if self._actor.index != source:
             self._position, self._is_half_taken = _NOWHERE, True
-        figures = [self._num_skipped, self._snapshots.acceptance or 0.0]
-        skipped_and_tau = torch.tensor(figures, dtype=torch.float64, device=self._embedding.device)
+        counts = torch.tensor([self._num_skipped, self._evaluator.step, self._evaluated_at], device=self._embedding.device)
         state = self._optimizer.state_dict()
-        self._group.copy_from(source, [*state.values(), skipped_and_tau])
+        self._group.copy_from(source, [*state.values(), counts, self._evaluator.rounds])
         self._optimizer.load_state_dict(state)
-        self._num_skipped, self._snapshots.acceptance = int(skipped_and_tau[0]), float(skipped_and_tau[1]) or None
+        self._num_skipped, self._evaluator.step, self._evaluated_at = counts.tolist()
+        self._snapshots.evaluation = self._evaluator.result()
         self._position, self._is_half_taken = position, False
+        self._keep_if_best()
         log.info("rank %d gave its state: batch %d -> %d", source, before, position)
 
     def _train(self, fetcher: Fetcher) -> None:
@@ -175,17 +178,19 @@ class Trainer:
                     self._evaluator.add(fetched.batch)
             num_places += self._config.plan.batches_per_step
             group = None if group.info.closes else self._next(fetcher)
-        own, control, self._stop_requested = self._evaluator.close(self._group, self._actor.stopping)
+        self._stop_requested = self._evaluator.close(self._group, first.info.step, self._actor.stopping)
+        evaluation = self._snapshots.evaluation = self._evaluator.result()
+        assert evaluation is not None
         self._position += num_places
-        self._snapshots.acceptance = own.tau
-        self._actor.notices.show_acceptance(own.tau)
-        self._actor.metrics.write(
-            step=first.info.step,
-            acceptance=own.tau,
-            acceptance_other_prompt=control.tau,
-            num_rounds=own.num_rounds,
-            num_tokens=own.num_tokens,
-        )
+        self._evaluated_at = self._position
+        self._actor.notices.show_acceptance(evaluation.acceptance)
+        self._actor.metrics.write(**msgspec.structs.asdict(evaluation))
+        self._keep_if_best()
+
+    def _keep_if_best(self) -> None:
+        """Right after an evaluation the weights are those it measured: their checkpoint learns of it, or the best gets one."""
+        if self._position == self._evaluated_at and self._snapshots.is_worth_keeping():
+            self._save(self._evaluator.step, required=False)
 
     def _places(self, fetcher: Fetcher, first: Fetched) -> Iterator[Fetched]:
         """This rank's places of a group, each recycled when the caller asks for the next."""

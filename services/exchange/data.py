@@ -1,5 +1,6 @@
-"""What a plan is made of: the lengths of both data sets, and a name for what is in them."""
+"""What a plan is made of: the lengths of the samples, and a name for what is in them."""
 
+import hashlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ class Samples(NamedTuple):
 
 
 class RunData(NamedTuple):
-    """Both data sets of a run; the second is empty where nothing is held out."""
+    """What is trained on, and all evaluation sets as one (see common/held_out.py); empty where nothing is held out."""
 
     train: Samples
     held_out: Samples
@@ -38,14 +39,26 @@ def read_run_data(config: Config, run_dir: Path) -> RunData:
     Raises:
         DataError: a data set is missing or damaged.
     """
-    damaged = read_damaged_rows(run_dir) if config.data.skip_damaged else DamagedRows()
-    train = _read(config.data.path, damaged.train, config.data.skip_damaged)
-    if not config.data.eval_path:
-        return RunData(train, Samples(np.zeros(0, np.int32), ""))
-    return RunData(train, _read(config.data.eval_path, damaged.eval, config.data.skip_damaged))
+    data = config.data
+    damaged = read_damaged_rows(run_dir) if data.skip_damaged else DamagedRows()
+    train = _read(data.path, damaged.train, data.skip_damaged)
+    sets = [_read(path, damaged.held_out.get(name, []), data.skip_damaged) for name, path in data.eval_sets.items()]
+    return RunData(train, _join(sets))
 
 
 def _read(path: str, damaged: Ranges, skip_damaged: bool) -> Samples:
     dataset = Dataset.open(Path(path), damaged=skip_damaged)
     num_supervised_tokens = None if damaged else dataset.manifest.num_supervised_tokens
     return Samples(usable_lengths(dataset, damaged), usable_fingerprint(dataset, damaged), num_supervised_tokens)
+
+
+def _join(sets: list[Samples]) -> Samples:
+    """One set is itself; several run on from each other."""
+    if len(sets) == 1:
+        return sets[0]
+    counts = [samples.num_supervised_tokens for samples in sets]
+    return Samples(
+        np.concatenate([np.zeros(0, np.int32), *(samples.lengths for samples in sets)]),
+        hashlib.sha256("\n".join(samples.fingerprint for samples in sets).encode()).hexdigest() if sets else "",
+        sum(count for count in counts if count is not None) if None not in counts else None,
+    )

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from common.dataset import Dataset
+from common.held_out import HeldOut
 from common.padding import padded_lengths
 from common.ring import Rows
 
@@ -23,7 +24,7 @@ class TargetRows(NamedTuple):
     packed: Rows
 
 
-def read_rows(dataset: Dataset, sample_ids: Sequence[int], bucket_lengths: Sequence[int]) -> TargetRows:
+def read_rows(dataset: Dataset | HeldOut, sample_ids: Sequence[int], bucket_lengths: Sequence[int]) -> TargetRows:
     """Read the samples, one row each in the given order, as long as `common.padding` says.
 
     Raises:

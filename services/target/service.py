@@ -9,9 +9,10 @@ import torch
 from common.board import Phase
 from common.dataset import Dataset
 from common.errors import ProtocolError
+from common.held_out import HeldOut
 from common.layout import SlotLayout
 from common.lifecycle import Actor, StoppedError
-from common.messages import Lease, Work
+from common.messages import BatchKind, Lease, Work
 from common.ring import RingWriter
 from common.stopwatch import Stopwatch
 from services.target.flops import ForwardFlops
@@ -36,9 +37,8 @@ class TargetService:
         self._device = torch.device(config.targets.devices[actor.index])
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        paths = {"train": config.data.path, "eval": config.data.eval_path}
-        damaged = config.data.skip_damaged
-        self._datasets = {kind: Dataset.open(Path(path), damaged=damaged) for kind, path in paths.items() if path}
+        train = Dataset.open(Path(config.data.path), damaged=config.data.skip_damaged)
+        self._datasets: dict[BatchKind, Dataset | HeldOut] = {"train": train, "eval": HeldOut.open(config.data)}
         layout = SlotLayout.of(config)
         writer = RingWriter(actor.args.ring_fd, layout, config.ring.num_slots)
         began = time.monotonic()

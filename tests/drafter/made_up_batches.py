@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.acceptance import Evaluation
 from common.config import ActorsConfig, Config, DataConfig, DraftConfig, ModelConfig, PlanConfig, TargetsConfig, TrainConfig
 from common.target_shape import TargetShape
 from services.drafter.anchors import Bools, Ints
@@ -71,6 +72,19 @@ def make_batch(lengths: list[int], prompt: int = 2, seed: int = 0, device: str =
         loss_mask=position_ids >= prompt,
         cu_seqlens=np.cumsum([0, *lengths]),
         sample_ids=np.arange(len(lengths)) + 100,
+    )
+
+
+def make_evaluation(step: int, acceptance: float) -> Evaluation:
+    """A measurement of ten rounds."""
+    return Evaluation(
+        step=step,
+        acceptance=acceptance,
+        acceptance_per_position=[acceptance - 1, 0.0, 0.0],
+        num_rounds=10,
+        num_tokens=round(10 * acceptance),
+        acceptance_other_prompt=1.0,
+        sets={},
     )
 
 

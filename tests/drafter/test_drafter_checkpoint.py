@@ -1,5 +1,6 @@
 """Checkpoints: bit for bit, whole or absent, refused when they belong to another run."""
 
+import json
 import resource
 import subprocess
 import sys
@@ -10,7 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from made_up_batches import make_evaluation
 
+from common.acceptance import find_best
 from common.errors import CheckpointError
 from services.drafter.checkpoint import Checkpoint, DraftIdentity, checkpoint_folder, clean, latest, load, load_weights, save
 
@@ -49,7 +52,7 @@ for step in range(1, 1000000):
 
 
 def checkpoint(step: int, plan_hash: str = "aa") -> Checkpoint:
-    return Checkpoint(step=step, next_batch=2 * step, plan_hash=plan_hash, draft=DRAFT, metrics={"loss": 1.5})
+    return Checkpoint(step=step, next_batch=2 * step, plan_hash=plan_hash, draft=DRAFT)
 
 
 def save_step(run_dir: Path, step: int, keep: int = 9, size: int = 4) -> Path:
@@ -102,9 +105,30 @@ def test_latest_is_the_newest_and_keep_counts(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000010", "step-00009999"]
 
 
+def test_the_best_stays_whatever_its_age(tmp_path: Path) -> None:
+    acceptances = {1: 1.2, 2: 1.5, 3: None, 4: 1.5, 5: 1.4, 6: None}
+    for step, acceptance in acceptances.items():
+        record = msgspec.structs.replace(checkpoint(step), evaluation=make_evaluation(step, acceptance) if acceptance else None)
+        save(tmp_path, record, {}, {}, keep=2)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [f"step-{step:08d}" for step in (2, 5, 6)]
+    best = find_best(tmp_path)
+    assert best == make_evaluation(2, 1.5)  # the first of equals
+    save(tmp_path, msgspec.structs.replace(checkpoint(7), evaluation=make_evaluation(7, 1.6)), {}, {}, keep=1)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000007"]
+
+
+def test_a_record_of_before_acceptance_was_kept_in_it_is_read(tmp_path: Path) -> None:
+    folder = save_step(tmp_path, 5)
+    content = json.loads((folder / "checkpoint.json").read_text()) | {"metrics": {"acceptance": 1.5}}
+    del content["evaluation"]
+    (folder / "checkpoint.json").write_text(json.dumps(content))
+    assert load(folder, DRAFT, "aa")[0] == checkpoint(5)
+    assert find_best(tmp_path) is None
+
+
 def test_saving_the_same_step_again_moves_the_cursor(tmp_path: Path) -> None:
     folder = save_step(tmp_path, 5)
-    later = msgspec.structs.replace(checkpoint(5), next_batch=99, metrics={"acceptance": 2.0})
+    later = msgspec.structs.replace(checkpoint(5), next_batch=99, evaluation=make_evaluation(5, 2.0))
     assert save(tmp_path, later, {}, {}, keep=1) == folder
     record, weights, optimizer = load(folder, DRAFT, "aa")
     assert record == later

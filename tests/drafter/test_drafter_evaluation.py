@@ -6,12 +6,13 @@ import torch
 from made_up_batches import MASK_TOKEN, frozen_weights, make_batch, make_config, metadata
 
 from services.drafter.anchors import all_blocks
-from services.drafter.evaluation import Acceptance, evaluate_batch, matching_prefix, walk, with_features_of_another_document
+from services.drafter.evaluation import evaluate_batch, matching_prefix, summarise, walk, with_features_of_another_document
 from services.drafter.model import DraftModel
 
 
 def walked(accepted: list[int], loss_mask: list[int], cu_seqlens: list[int]) -> tuple[int, int]:
-    total = walk(np.array(accepted), np.array(loss_mask, dtype=np.bool_), np.array(cu_seqlens))
+    rounds = walk(np.array(accepted), np.array(loss_mask, dtype=np.bool_), np.array(cu_seqlens), block_size=10)
+    total = summarise(rounds.sum(0))
     return total.num_rounds, total.num_tokens
 
 
@@ -34,11 +35,19 @@ def test_rounds_counted_by_hand(
     assert walked(accepted, loss_mask, cu_seqlens) == expected
 
 
-def test_acceptance_adds_up() -> None:
-    total = Acceptance(2, 3) + Acceptance(1, 4)
-    assert (total.num_rounds, total.num_tokens) == (3, 7)
-    assert total.tau == pytest.approx(7 / 3)
-    assert Acceptance().tau == 0.0
+def test_rounds_are_told_apart_by_document_and_length() -> None:
+    accepted, cu_seqlens = np.array([9, 2, 9, 9, 0, 0, 9, 1, 9]), np.array([0, 6, 9])
+    rounds = walk(accepted, np.array([0, 1, 1, 1, 1, 1, 0, 1, 1], dtype=np.bool_), cu_seqlens, block_size=4)
+    assert rounds.tolist() == [[1, 0, 1, 0], [1, 0, 0, 0]]  # 1 -> 4 -> 5; the last draft of a span is its last token
+
+
+def test_acceptance_of_rounds() -> None:
+    found = summarise(np.array([5, 0, 3, 2]))
+    assert (found.num_rounds, found.num_tokens, found.acceptance) == (10, 22, 2.2)
+    assert found.acceptance_per_position == [0.5, 0.5, 0.2]
+    assert 1 + sum(found.acceptance_per_position) == pytest.approx(found.acceptance)
+    nothing = summarise(np.zeros(4, dtype=np.int64))
+    assert (nothing.acceptance, nothing.acceptance_per_position) == (0.0, [0.0, 0.0, 0.0])
 
 
 def test_only_the_leading_supervised_matches_count() -> None:
@@ -58,9 +67,9 @@ def test_chunks_of_blocks_do_not_change_the_result() -> None:
         evaluate_batch(DraftModel(config), *weights, batch, config)
         for config in (make_config(anchors_per_batch=size) for size in (3, 16, 64))
     ]
-    assert totals[0] == totals[1] == totals[2]
-    assert totals[0].num_tokens == 17 + 6 + 11
-    assert 1 <= totals[0].tau <= 4
+    assert np.array_equal(totals[0], totals[1])
+    assert np.array_equal(totals[0], totals[2])
+    assert (totals[0] * np.arange(1, 5)).sum(1).tolist() == [17, 6, 11]
 
 
 def test_foreign_features_are_the_next_documents_by_position() -> None:

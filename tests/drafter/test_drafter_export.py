@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from made_up_batches import make_evaluation
 from safetensors import safe_open
 from tiny_targets import MASK_TOKEN, make_target
 from transformers import AutoConfig
@@ -42,7 +43,7 @@ def spread(model: DraftModel) -> DraftModel:
 def test_names_and_shapes_of_five_layers(tmp_path: Path) -> None:
     layers = ["draft.num_layers=5", "draft.layer_types=[]", "draft.head_dim=16", "draft.tap_layers=[0, 1, 3]"]
     config, _ = make_target(tmp_path, "llama", *layers)
-    export(tmp_path / "out", config, DraftModel(config).state_dict(), step=1, acceptance_length=None)
+    export(tmp_path / "out", config, DraftModel(config).state_dict(), step=1, evaluation=None)
     with safe_open(tmp_path / "out/model.safetensors", framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     names = {f"layers.{index}.{name}.weight" for index in range(5) for name in LAYER}
@@ -61,7 +62,7 @@ def test_names_and_shapes_of_five_layers(tmp_path: Path) -> None:
 def test_reloads_to_the_rounded_weights_and_the_same_blocks(tmp_path: Path, tiny: tuple[Config, Any]) -> None:
     config, target = tiny
     draft = spread(DraftModel(config))
-    export(tmp_path / "out", config, draft.state_dict(), step=1, acceptance_length=None)
+    export(tmp_path / "out", config, draft.state_dict(), step=1, evaluation=None)
     reloaded = load_drafter(tmp_path / "out", config)
     rounded = DraftModel(config)
     rounded.load_state_dict({name: weight.bfloat16().float() for name, weight in draft.state_dict().items()})
@@ -81,7 +82,7 @@ def test_reloads_to_the_rounded_weights_and_the_same_blocks(tmp_path: Path, tiny
 
 def test_config_is_what_engines_read(tmp_path: Path, tiny: tuple[Config, Any]) -> None:
     config, _ = tiny
-    export(tmp_path / "out", config, DraftModel(config).state_dict(), step=1, acceptance_length=None)
+    export(tmp_path / "out", config, DraftModel(config).state_dict(), step=1, evaluation=None)
     found = json.loads((tmp_path / "out/config.json").read_text())
     assert found["architectures"] == ["DFlashDraftModel"]
     assert found["auto_map"] == {"AutoModel": "dflash.DFlashDraftModel"}
@@ -102,8 +103,8 @@ def test_config_is_what_engines_read(tmp_path: Path, tiny: tuple[Config, Any]) -
 
 def test_card_says_what_was_measured(tmp_path: Path, tiny: tuple[Config, Any]) -> None:
     config, _ = tiny
-    for measured, words in ((2.345678, "2.346 tokens per"), (None, "not measured")):
-        export(tmp_path / "out", config, DraftModel(config).state_dict(), step=120, acceptance_length=measured)
+    for measured, words in ((make_evaluation(120, 2.345678), "2.346 tokens per"), (None, "not measured")):
+        export(tmp_path / "out", config, DraftModel(config).state_dict(), step=120, evaluation=measured)
         card = (tmp_path / "out/README.md").read_text()
         assert f"acceptance length: {words}" in card
         assert "Optimizer steps: 120" in card
@@ -117,18 +118,18 @@ def test_wrong_weights_are_refused(tmp_path: Path, tiny: tuple[Config, Any]) -> 
     weights = DraftModel(config).state_dict()
     other = {**weights, "norm.weight": torch.ones(5)}
     with pytest.raises(CheckpointError, match=r"norm\.weight: needed \[32\], found \[5\]"):
-        export(tmp_path / "out", config, other, step=1, acceptance_length=None)
+        export(tmp_path / "out", config, other, step=1, evaluation=None)
     with pytest.raises(CheckpointError, match=r"tensor embed_tokens\.weight: needed None, found \[1\]"):
-        export(tmp_path / "out", config, {**weights, "embed_tokens.weight": torch.ones(1)}, step=1, acceptance_length=None)
+        export(tmp_path / "out", config, {**weights, "embed_tokens.weight": torch.ones(1)}, step=1, evaluation=None)
     del other["fc.weight"]
     with pytest.raises(CheckpointError, match=r"fc\.weight: needed \[32, 64\], found None"):
-        export(tmp_path / "out", config, other, step=1, acceptance_length=None)
+        export(tmp_path / "out", config, other, step=1, evaluation=None)
     assert not (tmp_path / "out").exists()
 
 
 def test_export_of_another_draft_is_refused(tmp_path: Path, tiny: tuple[Config, Any]) -> None:
     config, _ = tiny
-    export(tmp_path / "out", config, DraftModel(config).state_dict(), step=1, acceptance_length=None)
+    export(tmp_path / "out", config, DraftModel(config).state_dict(), step=1, evaluation=None)
     other = msgspec.structs.replace(config, draft=msgspec.structs.replace(config.draft, block_size=9))
     with pytest.raises(CheckpointError, match="block_size: needed 9, found 4"):
         load_drafter(tmp_path / "out", other)
@@ -142,20 +143,20 @@ def test_a_folder_that_is_no_export_is_left_alone(tmp_path: Path, tiny: tuple[Co
     (tmp_path / "out").mkdir()
     (tmp_path / "out/thesis.txt").write_text("years of work")
     with pytest.raises(CheckpointError, match="found something else"):
-        export(tmp_path / "out", config, DraftModel(config).state_dict(), step=1, acceptance_length=None)
+        export(tmp_path / "out", config, DraftModel(config).state_dict(), step=1, evaluation=None)
     with pytest.raises(CheckpointError, match="found something else"):
-        export(tmp_path / "target", config, DraftModel(config).state_dict(), step=1, acceptance_length=None)
+        export(tmp_path / "target", config, DraftModel(config).state_dict(), step=1, evaluation=None)
     assert (tmp_path / "out/thesis.txt").read_text() == "years of work"
 
 
 def test_a_full_disk_leaves_the_old_export(tmp_path: Path, tiny: tuple[Config, Any]) -> None:
     config, _ = tiny
-    export(tmp_path / "out", config, DraftModel(config).state_dict(), step=1, acceptance_length=None)
+    export(tmp_path / "out", config, DraftModel(config).state_dict(), step=1, evaluation=None)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
     try:
         with pytest.raises(CheckpointError, match="File too large"):
-            export(tmp_path / "out", config, DraftModel(config).state_dict(), step=2, acceptance_length=None)
+            export(tmp_path / "out", config, DraftModel(config).state_dict(), step=2, evaluation=None)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "steps: 1\n" in (tmp_path / "out/README.md").read_text()

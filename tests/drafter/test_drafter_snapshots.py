@@ -3,12 +3,17 @@
 import logging
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
-from made_up_batches import make_config
+from made_up_batches import make_config, make_evaluation
+from safetensors.torch import save_file
 
 from common.config import Config
+from common.drafter_files import fingerprint_drafter
 from common.errors import CheckpointError
+from services.drafter.checkpoint import checkpoint_folder, read_checkpoint
+from services.drafter.export import export
 from services.drafter.model import DraftModel
 from services.drafter.optimizer import MasterAdamW
 from services.drafter.snapshots import Snapshots
@@ -28,14 +33,63 @@ def make_model(config: Config, fill: float) -> tuple[DraftModel, MasterAdamW]:
 def test_a_rank_takes_over_what_rank_0_saved(tmp_path: Path) -> None:
     config = make_config()
     saved = Snapshots(tmp_path, config, PLAN_HASH, rank=0)
-    saved.acceptance = 1.5
+    saved.evaluation = make_evaluation(4, 1.5)
     saved.save(*make_model(config, 0.25), step=4, next_batch=24, required=True)
     model, optimizer = make_model(config, 0.5)
     taken_over = Snapshots(tmp_path, config, PLAN_HASH, rank=1)
     assert taken_over.resume(model, optimizer) == 24
-    assert taken_over.acceptance == 1.5
+    assert taken_over.evaluation == saved.evaluation
     assert bool((optimizer.master == 0.25).all())
     assert all(bool((parameter == 0.25).all()) for parameter in model.parameters())
+
+
+def test_a_checkpoint_knows_the_acceptance_of_its_own_weights_only(tmp_path: Path) -> None:
+    snapshots = Snapshots(tmp_path, make_config(), PLAN_HASH, rank=0)
+    snapshots.evaluation = make_evaluation(4, 1.5)
+    for step in (4, 8):
+        snapshots.save(*make_model(make_config(), 0.25), step=step, next_batch=6 * step, required=True)
+    found = [read_checkpoint(checkpoint_folder(tmp_path, step)).evaluation for step in (4, 8)]
+    assert found == [make_evaluation(4, 1.5), None]
+
+
+def test_what_is_worth_keeping_after_an_evaluation(tmp_path: Path) -> None:
+    snapshots = Snapshots(tmp_path, make_config(), PLAN_HASH, rank=0)
+    assert not snapshots.is_worth_keeping()
+    for step, acceptance, worth in [(0, 1.1, False), (3, 1.5, True), (6, 1.5, False), (9, 1.4, False), (12, 1.6, True)]:
+        snapshots.evaluation = make_evaluation(step, acceptance)
+        assert snapshots.is_worth_keeping() is worth
+        if worth:
+            snapshots.save(*make_model(make_config(), 0.25), step=step, next_batch=step, required=False)
+            assert snapshots.is_worth_keeping()  # its record may learn more
+
+
+def test_a_warm_start_takes_float32_weights_and_no_others(tmp_path: Path) -> None:
+    config = make_config(dtype="bfloat16")
+    weights = {name: torch.randn_like(weight.float()) for name, weight in DraftModel(config).state_dict().items()}
+    export(tmp_path / "drafter", config, weights, step=1, evaluation=None)
+    save_file(weights, tmp_path / "drafter" / "model.safetensors")  # finer than an export's
+    started = with_init(config, tmp_path / "drafter")
+    model, optimizer = make_model(config, 0.5)
+    assert Snapshots(tmp_path, started, PLAN_HASH, rank=0).resume(model, optimizer) == 0
+    assert torch.equal(optimizer.master, optimizer.flatten(model, weights))
+    assert torch.equal(model.fc.weight, weights["fc.weight"].bfloat16())
+    assert not optimizer.exp_avg.any()
+
+    other = msgspec.structs.replace(started, draft=msgspec.structs.replace(started.draft, init_fingerprint="0" * 64))
+    with pytest.raises(CheckpointError, match=r"draft\.init: .* needed the contents 000000000000, found"):
+        Snapshots(tmp_path, other, PLAN_HASH, rank=0).resume(model, optimizer)
+    other = with_init(make_config(sliding_window=9), tmp_path / "drafter")
+    with pytest.raises(CheckpointError, match="sliding_window: needed 9, found 5"):
+        Snapshots(tmp_path, other, PLAN_HASH, rank=0).resume(model, optimizer)
+
+    Snapshots(tmp_path, started, PLAN_HASH, rank=0).save(*make_model(config, 0.25), step=4, next_batch=24, required=True)
+    assert Snapshots(tmp_path, started, PLAN_HASH, rank=0).resume(model, optimizer) == 24  # a checkpoint goes before
+    assert bool((optimizer.master == 0.25).all())
+
+
+def with_init(config: Config, folder: Path) -> Config:
+    draft = msgspec.structs.replace(config.draft, init=str(folder), init_fingerprint=fingerprint_drafter(folder))
+    return msgspec.structs.replace(config, draft=draft)
 
 
 def test_without_a_checkpoint_a_run_starts_at_its_first_batch(tmp_path: Path) -> None:

@@ -1,0 +1,61 @@
+"""Held-out acceptance as it is kept, in the metrics and in the checkpoints; and the best of a run.
+
+B block size.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+
+class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
+    """What rounds of greedy verification came to."""
+
+    acceptance: float  # tokens emitted per round, between 1 and B; 0 when there was no round
+    acceptance_per_position: list[float]  # share of rounds that emitted draft token k = 1 .. B - 1; 1 + their sum = the above
+    num_rounds: int
+    num_tokens: int
+
+
+class SetAcceptance(Acceptance, frozen=True, kw_only=True):
+    """One evaluation set, and the categories that its samples name."""
+
+    categories: dict[str, Acceptance]
+
+
+class Evaluation(Acceptance, frozen=True, kw_only=True):
+    """All evaluation sets of a run, after one optimizer step."""
+
+    step: int
+    acceptance_other_prompt: float  # the control: with another prompt's hidden states
+    sets: dict[str, SetAcceptance]
+
+    def rows(self) -> Iterator[tuple[str, Acceptance]]:
+        """Every set, and behind each its categories as set/category."""
+        for name, of_set in self.sets.items():
+            yield name, of_set
+            yield from ((f"{name}/{category}", found) for category, found in of_set.categories.items())
+
+
+class _Record(msgspec.Struct):
+    """What a checkpoint.json says of its own acceptance."""
+
+    evaluation: Evaluation | None = None
+
+
+def find_best(run_dir: Path) -> Evaluation | None:
+    """The highest held-out acceptance among the checkpoints of a run, the first of equals; None where none was measured.
+
+    May be called while checkpoints come and go.
+    """
+    found = (_read(path) for path in sorted((run_dir / "checkpoints").glob("step-*/checkpoint.json")))
+    measured = [evaluation for evaluation in found if evaluation is not None]
+    return max(measured, key=lambda evaluation: evaluation.acceptance, default=None)
+
+
+def _read(path: Path) -> Evaluation | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Record).evaluation
+    except (OSError, msgspec.DecodeError):
+        return None
