@@ -15,6 +15,7 @@ import torch
 from common import config
 from common.acceptance import find_best
 from common.errors import CheckpointError, HeadraceError
+from launch.device import parse_device
 from launch.logit_check import Comparison, LogitCheck
 from services.drafter.checkpoint import checkpoint_folder, draft_identity, latest, load_weights
 from services.drafter.engine_config import LayoutName
@@ -52,11 +53,11 @@ def run(run_dir: Path, out: Path, checkpoint: Path, layout: LayoutName, num_rows
     found: list[Comparison] = []
     export(out, settings, weights, record.step, record.evaluation, layout, lambda folder: found.append(check.compare(folder)))
     (measured,) = found
-    return (
-        f"{out}: {len(weights)} tensors of step {record.step}\n"
-        f"{measured.num_logits:,} logits on held-out rows: as written within {measured.written:.2g}; "
-        f"bfloat16 costs at most {measured.rounding:.2g} (allowed {measured.rounding_bound:.2g})"
+    same = f"{measured.num_drafts} drafts on held-out rows: within {measured.difference:.2g} of the checkpoint's logits in bfloat16"
+    cost = (
+        f"rounding to bfloat16 moves a logit by up to {measured.rounding:.2g} and changes {measured.num_changed} greedy drafts"
     )
+    return f"{out}: {len(weights)} tensors of step {record.step}\n{same}\n{cost}"
 
 
 def main() -> int:
@@ -69,7 +70,7 @@ def main() -> int:
     which.add_argument("--best", action="store_true", help="the checkpoint of the highest held-out acceptance")
     parser.add_argument("--format", choices=LAYOUTS, default="dflash", help="default: %(default)s")
     parser.add_argument("--rows", type=int, default=4, metavar="N", help="held-out rows to compare on (default: %(default)s)")
-    parser.add_argument("--device", type=torch.device, default="cpu", help="for target and comparison (default: %(default)s)")
+    parser.add_argument("--device", type=parse_device, default="cpu", help="for target and comparison (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="of the CPU (default: %(default)s)")
     arguments = parser.parse_args()
     for name in ("rows", "threads"):

@@ -19,15 +19,13 @@ from common.config import Config
 from launch.parity.plain import FAR_ROW, FAR_STEP, name_angles, named, with_others
 from launch.parity.probe import Document
 from launch.parity.stages import Reading, Trace, collect
+from launch.target_features import pack_features
 from services.drafter.anchors import Blocks, all_blocks
 from services.drafter.attention import DenseAttention, KeysValues
 from services.drafter.frozen import load_embedding_and_head
 from services.drafter.model import DraftModel, Rotation, rotation
 from services.drafter.step import PackedBatch, block_hidden, predict_blocks
 from services.drafter.visibility import BlockPlaces, key_runs
-from services.target.model import TargetModel
-from services.target.pack import pack
-from services.target.rows import make_rows
 
 CPU = torch.device("cpu")
 
@@ -87,24 +85,10 @@ def _in_float32(config: Config, documents: list[Document]) -> Config:
 
 
 def _pack(config: Config, documents: list[Document], device: torch.device) -> PackedBatch:
-    """The documents through the target, padded, and packed, as a target process does it."""
+    """The documents through the target, on the CPU."""
     tokens, masks = [document.input_ids for document in documents], [document.loss_mask for document in documents]
-    rows = make_rows(tokens, masks, range(len(documents)), max(map(len, tokens)))
-    places, checksum = torch.from_numpy(rows.places).to(device), torch.zeros((), dtype=torch.int64, device=device)
-    hidden_states = torch.empty(len(rows.places), len(config.draft.tap_layers), config.shape.hidden_size, device=device)
-
-    def keep(tap_index: int, tap: Tensor) -> None:
-        pack(tap, places, hidden_states[:, tap_index], checksum)
-
-    TargetModel.load(config, device).run(rows.input_ids.to(device), keep)
-    return PackedBatch(
-        hidden_states=hidden_states.cpu(),
-        position_ids=torch.from_numpy(rows.packed.position_ids).long(),
-        input_ids=rows.packed.input_ids.astype(np.int64),
-        loss_mask=rows.packed.loss_mask.astype(np.bool_),
-        cu_seqlens=rows.packed.cu_seqlens.astype(np.int64),
-        sample_ids=rows.packed.sample_ids.astype(np.int64),
-    )
+    batch = pack_features(config, tokens, masks, device)
+    return replace(batch, hidden_states=batch.hidden_states.cpu(), position_ids=batch.position_ids.cpu())
 
 
 def _choose(offered: Blocks, documents: list[Document], cu_seqlens: NDArray[np.int64]) -> Blocks:

@@ -80,9 +80,9 @@ def finish_run(run_dir: Path, config: Config) -> Path:
         name: weight.float() + 0.3 * torch.randn(weight.shape, generator=generator)
         for name, weight in DraftModel(config).state_dict().items()
     }
-    record = Checkpoint(step=3, next_batch=0, plan_hash="aa", draft=draft_identity(config), metrics={})
+    record = Checkpoint(step=3, next_batch=0, plan_hash="aa", draft=draft_identity(config))
     save(run_dir, record, weights, {}, keep=1)
-    export(run_dir / "export", config, weights, step=3, acceptance_length=None)
+    export(run_dir / "export", config, weights, step=3, evaluation=None)
     return run_dir
 
 
