@@ -53,11 +53,7 @@ def run(run_dir: Path, out: Path, checkpoint: Path, layout: LayoutName, num_rows
     found: list[Comparison] = []
     export(out, settings, weights, record.step, record.evaluation, layout, lambda folder: found.append(check.compare(folder)))
     (measured,) = found
-    same = f"{measured.num_drafts} drafts on held-out rows: within {measured.difference:.2g} of the checkpoint's logits in bfloat16"
-    cost = (
-        f"rounding to bfloat16 moves a logit by up to {measured.rounding:.2g} and changes {measured.num_changed} greedy drafts"
-    )
-    return f"{out}: {len(weights)} tensors of step {record.step}\n{same}\n{cost}"
+    return f"{out}: {len(weights)} tensors of step {record.step}\n{measured}"
 
 
 def main() -> int:

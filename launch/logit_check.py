@@ -46,6 +46,12 @@ class Comparison(NamedTuple):
     rounding: float
     num_changed: int
 
+    def __str__(self) -> str:
+        return (
+            f"{self.num_drafts} drafts on held-out rows: logits within {self.difference:.2g} of the checkpoint's in bfloat16\n"
+            f"rounding to bfloat16 moves a logit by up to {self.rounding:.2g} and changes {self.num_changed} greedy drafts"
+        )
+
 
 class LogitCheck:
     """The target's features of some rows, and the weights that an export must equal."""
