@@ -11,12 +11,15 @@ of the folder with the engines' defaults, embedding, head and hidden states out 
 With a run, --model names the target that the engine loads, where it is not the one of training. Both sides compute in
 float32 from the weights rounded to bfloat16, so what differs is a fault and no rounding.
 
-What can be known without a run: whether rotation, masks, weights and shapes are those that training uses for this target.
-What cannot: which layers, which mask token and which window the weights were trained with. Wrong ones execute like
-right ones; only what contradicts the target is told, as a doubt (a mask token that text contains, layer ids that are
-the usual ones off by one). Compare with the run, or with a folder that is known to be right.
+What can be known without a run: whether rotation, masks and shapes are those that training uses for this target. What
+cannot: which layers, window, mask token or weights the drafter had while it was trained. Wrong ones execute like right
+ones. What contradicts the target is told as a doubt (a mask token that text contains, layer ids that are the usual ones
+off by one, a norm that was never loaded), and --trials, with answers of the target as --data, drafts the same blocks under
+other layers, windows, masks and rotations: where more is accepted than chance allows, the folder says the wrong thing. A
+wrong mask token and damaged weights show only beside the run, or beside a folder that is known to be right. A random head
+is the target's fault, not the folder's: give the engine's target as --model beside the run.
 
-Exit code 0: the same; 1: something differs; 2: bad input.
+Exit code 0: the same; 1: something differs, or another setting is better; 2: bad input.
 """
 
 import argparse
@@ -45,6 +48,7 @@ def parse(argv: list[str] | None) -> tuple[Request, bool]:
     parser.add_argument("--max-tokens", type=int, default=192, metavar="N", help="of a document (default: %(default)s)")
     parser.add_argument("--device", type=_device, default="cpu", help="of the target (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="of the CPU (default: %(default)s)")
+    parser.add_argument("--trials", action="store_true", help="draft again under other settings and see what is accepted")
     parser.add_argument("--json", action="store_true", help="for programs")
     arguments = parser.parse_args(argv)
     for name in ("num_documents", "max_tokens", "threads"):
@@ -65,12 +69,12 @@ def main(argv: list[str] | None = None) -> int:
     """Read the command line and compare."""
     request, as_json = parse(argv)
     try:
-        report = make_report(*run_both(request))
+        report = make_report(run_both(request))
     except HeadraceError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(json.dumps(to_json(report), indent=2) if as_json else format_report(report))
-    return 0 if report.first is None else 1
+    return 0 if report.same else 1
 
 
 if __name__ == "__main__":

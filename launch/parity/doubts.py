@@ -7,6 +7,16 @@ from launch.parity.folder import DEFAULT_THETA, Folder
 from launch.parity.probe import Document
 
 
+def _untrained(folder: Folder) -> list[str]:
+    """Tensors that are constant although those of their name in other layers are not."""
+    constant = {name: bool((tensor == tensor.flatten()[0]).all()) for name, tensor in folder.tensors.items()}
+    names = {name: name.partition(".")[2].partition(".")[2] for name in constant if name.startswith("layers.")}
+    lonely = [name for name in names if constant[name] and not all(constant[n] for n in names if names[n] == names[name])]
+    return [
+        f"{name} is {float(folder.tensors[name].flatten()[0]):g} everywhere, unlike that of other layers" for name in lonely
+    ]
+
+
 def find_doubts(folder: Folder, shape: TargetShape, special_ids: Collection[int], documents: list[Document]) -> list[str]:
     """One sentence each.
 
@@ -33,6 +43,7 @@ def find_doubts(folder: Folder, shape: TargetShape, special_ids: Collection[int]
         "rope_theta" not in (place or {}) for place in (content, content.get("rope_parameters"), content.get("rope_scaling"))
     ):
         doubts.append(f"config.json names no rope_theta: engines take {DEFAULT_THETA:g}, the target has {shape.rope_theta:g}")
+    doubts += _untrained(folder)
     doubts += [
         f"{name} is in the folder: an engine that loads it does not use the target's"
         for name in ("embed_tokens.weight", "lm_head.weight")

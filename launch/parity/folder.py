@@ -162,7 +162,7 @@ def _rope(content: dict[str, Any], parameters: dict[str, Any], head_dim: int) ->
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind == "default":
         rotated = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
-        return Rope(1.0 / theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated), 1.0)
+        return default_rope(theta, rotated)
     if kind not in ROPE_INIT_FUNCTIONS:
         raise CheckpointError(f"rope_type: needed default or one of {', '.join(ROPE_INIT_FUNCTIONS)}, found {kind}")
     config = Qwen3Config(
@@ -173,6 +173,11 @@ def _rope(content: dict[str, Any], parameters: dict[str, Any], head_dim: int) ->
         rope_parameters={**parameters, "rope_theta": theta, "rope_type": kind},
     )
     return Rope(*ROPE_INIT_FUNCTIONS[kind](config))
+
+
+def default_rope(theta: float, num_channels: int) -> Rope:
+    """Without scaling."""
+    return Rope(1.0 / theta ** (torch.arange(0, num_channels, 2, dtype=torch.float32) / num_channels), 1.0)
 
 
 def _complete(path: Path, tensors: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:

@@ -27,17 +27,23 @@ class PlainTarget:
         self.model = model
         self.embed = whole.get_input_embeddings()
         self.head = whole.get_output_embeddings()
+        self._outputs: dict[bytes, list[Tensor]] = {}  # of every layer, by the bytes of a document's ids
 
     def taps(self, document: Document, layer_ids: list[int]) -> Tensor:
         """The outputs of zero-based decoder layers: [n, K, H]; `hidden_states[id + 1]` of transformers."""
+        key = document.input_ids.tobytes()
+        if key not in self._outputs:
+            self._outputs[key] = self._run(document)
+        return torch.stack([self._outputs[key][layer] for layer in layer_ids], dim=1)
+
+    def _run(self, document: Document) -> list[Tensor]:
         decoder: Any = self.model.get_decoder()  # type: ignore[no-untyped-call]
         last: list[Tensor] = []  # where the list of transformers holds what follows the final norm instead
         hook = decoder.norm.register_forward_pre_hook(lambda _, inputs: last.append(inputs[0]))
         ids = torch.from_numpy(document.input_ids)[None].to(self.model.device)
         states = decoder(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
         hook.remove()
-        outputs = [*states[1:-1], last[0]]
-        return torch.stack([outputs[layer][0] for layer in layer_ids], dim=1).cpu()
+        return [output[0].cpu() for output in (*states[1:-1], last[0])]
 
     def embeddings(self, tokens: Tensor) -> Tensor:
         """int64 [B] -> [B, H]."""
@@ -53,10 +59,11 @@ class PlainTarget:
 @torch.inference_mode()
 def run_plain(folder: Folder, target: PlainTarget, documents: list[Document]) -> Trace:
     """Every stage of every block of every document."""
-    return collect(_read(folder, target, documents))
+    return collect(read_plain(folder, target, documents))
 
 
-def _read(folder: Folder, target: PlainTarget, documents: list[Document]) -> Iterator[tuple[str, Reading]]:
+def read_plain(folder: Folder, target: PlainTarget, documents: list[Document]) -> Iterator[tuple[str, Reading]]:
+    """The same one after the other, for those who need few of them."""
     for number, document in enumerate(documents):
         taps = target.taps(document, folder.target_layer_ids)
         context = rms_norm(taps.flatten(1) @ folder.tensors["fc.weight"].T, folder.tensors["hidden_norm.weight"], folder.eps)

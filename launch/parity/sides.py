@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from common import config as configuration
 from common.config import ActorsConfig, Config, DataConfig, DraftConfig, ModelConfig, PlanConfig, TargetsConfig
-from common.errors import CheckpointError, ModelError
+from common.errors import CheckpointError, DataError, ModelError
 from common.target_shape import read_target_shape
 from launch.full_target import load_full_target, stop_tokens
 from launch.parity.causes import Side
@@ -23,6 +23,7 @@ from launch.parity.glimmer import run_glimmer
 from launch.parity.plain import PlainTarget, run_plain
 from launch.parity.probe import Document, make_documents, read_documents
 from launch.parity.training import run_training
+from launch.parity.trials import Trial, run_trials
 from services.drafter.checkpoint import checkpoint_folder, draft_identity, latest, load_weights
 from services.drafter.drafter_folder import differing_shapes, tensor_shapes
 from services.drafter.export import export
@@ -43,6 +44,7 @@ class Request(NamedTuple):
         num_documents: at most.
         max_tokens: of a document.
         device: of the target.
+        trials: whether to draft again under other settings.
     """
 
     subject: Path
@@ -53,6 +55,23 @@ class Request(NamedTuple):
     num_documents: int
     max_tokens: int
     device: torch.device
+    trials: bool
+
+
+class Outcome(NamedTuple):
+    """Both sides, executed.
+
+    Attributes:
+        needed: the reference.
+        found: what is checked.
+        doubts: what looks wrong with the second and cannot be decided by running it.
+        trials: the second under other settings; empty where nobody asked.
+    """
+
+    needed: Side
+    found: Side
+    doubts: list[str]
+    trials: list[Trial]
 
 
 def is_run(path: Path) -> bool:
@@ -60,8 +79,8 @@ def is_run(path: Path) -> bool:
     return (path / "checkpoints").is_dir()
 
 
-def run_both(request: Request) -> tuple[Side, Side, list[str]]:
-    """Execute the reference and what is checked; returns needed, found and doubts about the second.
+def run_both(request: Request) -> Outcome:
+    """Execute the reference and what is checked.
 
     Raises:
         HeadraceError: something named is missing, unreadable, or does not fit the target.
@@ -88,7 +107,8 @@ def run_both(request: Request) -> tuple[Side, Side, list[str]]:
         other = read_folder(Path(reference))
         _check_fits(other, config)
         needed = _plain_side(other, target, documents)
-    return needed, found, doubts
+    trials = run_trials(folder, target, config.shape, documents) if request.trials else []
+    return Outcome(needed, found, doubts, trials)
 
 
 @contextlib.contextmanager
@@ -180,6 +200,10 @@ def _documents(request: Request, folder: Folder, config: Config, run: Path | Non
         data = Path(config.data.eval_path).expanduser()
     if data is not None:
         return read_documents(data, request.num_documents, request.max_tokens)
+    if request.trials:
+        raise DataError(
+            "--trials: needed --data with answers of the target, found none; acceptance of made-up ids says nothing"
+        )
     window = max(kind.window for kind in folder.kinds) + 2 * folder.block_size
     return make_documents(config.shape.vocab_size, {folder.mask_token_id}, min(window, LONGEST_MADE_UP), seed=0)
 

@@ -160,5 +160,5 @@ def distances(reading: Reading, other: Tensor) -> tuple[Tensor, Tensor]:
     distance = torch.where(needed == found, 0.0, distance).nan_to_num(nan=torch.inf, posinf=torch.inf)
     if not reading.values.is_floating_point():
         return distance, torch.zeros_like(distance)
-    scale = needed.abs().amax(1) if reading.scale is None else reading.scale.double()
+    scale = needed.abs().amax(1).nan_to_num() if reading.scale is None else reading.scale.double()
     return distance, (ROUNDING * scale)[:, None].expand_as(distance)
