@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
+from transformers import MODEL_MAPPING, AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from common.config import Config
@@ -36,9 +36,12 @@ def load_decoder(config: Config, device: torch.device) -> PreTrainedModel:
     began = time.monotonic()
     folder = Path(config.model.path).expanduser()
     text_config = _read_text_config(folder)
-    num_layers = text_config.num_hidden_layers
-    _cut(text_config, config.draft.tap_layers[-1] + 1)
-    log.info("architecture %s, %d of %d layers", text_config.model_type, text_config.num_hidden_layers, num_layers)
+    num_all, num_layers = text_config.num_hidden_layers, config.draft.tap_layers[-1] + 1
+    _cut(text_config, num_layers)
+    _import_code(text_config)
+    what = text_config.model_type, num_layers, num_all, time.monotonic() - began
+    log.info("architecture %s, %d of %d layers, its code imported in %.1f s", *what)
+    began = time.monotonic()
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     if config.model.random_init:
         decoder = _make_random(text_config, read_initializer_range(folder), config.seed, device, dtype)
@@ -68,6 +71,14 @@ def _cut(text_config: PretrainedConfig, num_layers: int) -> None:
     text_config.num_hidden_layers = num_layers
     if getattr(text_config, "layer_types", None):
         text_config.layer_types = text_config.layer_types[:num_layers]
+
+
+def _import_code(text_config: PretrainedConfig) -> None:
+    """What transformers would import on the way: seconds, with the kernels of a hybrid model."""
+    try:
+        MODEL_MAPPING[type(text_config)]
+    except KeyError as error:
+        raise ModelError(f"{text_config.model_type}: needed a decoder that transformers can make, found none") from error
 
 
 def _read(folder: Path, text_config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:

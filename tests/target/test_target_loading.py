@@ -1,6 +1,8 @@
 """A target's weights: what is read, where it lies, and what is said when it cannot be read."""
 
 import json
+import logging
+import re
 import shutil
 from pathlib import Path
 
@@ -109,6 +111,13 @@ def test_an_unknown_architecture_is_named(llama_folder: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "unheard-of"}))
     with pytest.raises(ModelError, match=r"needed an architecture that transformers knows, found: .*unheard-of"):
         TargetModel.load(config, CPU)
+
+
+def test_every_phase_is_told(llama_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        TargetModel.load(make_config(llama_folder, [1]), CPU)
+    assert re.search(r"architecture llama, 2 of 5 layers, its code imported in \d+\.\d s", caplog.text)
+    assert re.search(r"weights read in \d+\.\d s: \d+\.\d\d GiB on cpu", caplog.text)
 
 
 def test_a_model_without_a_list_of_layers_is_named(llama_folder: Path, tmp_path: Path) -> None:
