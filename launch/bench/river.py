@@ -111,7 +111,7 @@ def ring_fill(look: Look) -> float:
 
 def growth(river: River, start_s: float, end_s: float, when: str) -> Rows:
     """Memory in the first and in the last tenth of a time."""
-    tenth_s = (end_s - start_s) / 10
+    tenth_s = max((end_s - start_s) / 10, 2.0)
     first, last = (start_s, start_s + tenth_s), (end_s - tenth_s, end_s)
     before, after = (river.observation.between(*part) for part in (first, last))
     for name in sorted(before[0].memory_mib):
@@ -127,7 +127,7 @@ def strike(river: River, name: str) -> Rows:
     """Kill an actor under load and see it come back."""
     observation = river.observation
     pid, step_before = observation.looks[-1].pids[name], observation.steps()[-1].step
-    before_s = time.time() - 2.0
+    before_s = time.time() - 5.0
     killed_s = observation.kill(name)
 
     def is_back() -> bool:
