@@ -25,7 +25,6 @@ def dflash_config(config: Config) -> dict[str, Any]:
     own = {
         "architectures": ["DFlashDraftModel"],
         "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
-        "dtype": "bfloat16",
         "block_size": draft.block_size,
         "dflash_config": {
             "block_size": draft.block_size,
@@ -42,7 +41,6 @@ def speculators_config(config: Config) -> dict[str, Any]:
     draft, vocab_size = config.draft, config.shape.vocab_size
     return {
         "architectures": ["DFlashSpeculator"],
-        "dtype": "bfloat16",
         "speculators_model_type": "dflash",
         "speculators_config": {
             "algorithm": "dflash",

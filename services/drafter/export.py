@@ -45,14 +45,29 @@ def export(
         CheckpointError: the folder holds something else, the weights are not those of the draft model of `config`,
             the disk refused, or what was written does not read back as the same drafter.
     """
+    rounded = {name: weight.detach().to("cpu", torch.bfloat16) for name, weight in weights.items()}
+    write_drafter(folder, config, rounded, write_card(config, step, evaluation, layout), layout, check)
+
+
+def write_drafter(
+    folder: Path,
+    config: Config,
+    weights: Mapping[str, Tensor],
+    card: str,
+    layout: LayoutName = "dflash",
+    check: Callable[[Path], object] = lambda folder: None,
+) -> None:
+    """As `export`; weights on the CPU, all of one type, are written in that type, and the README.md says `card`."""
     _check_replaceable(folder)
     _check_shapes(folder, weights, tensor_shapes(config))
-    rounded = {name: weights[name].detach().to("cpu", torch.bfloat16).contiguous() for name in tensor_shapes(config)}
+    ordered = {name: weights[name].contiguous() for name in tensor_shapes(config)}
+    (dtype,) = {weight.dtype for weight in ordered.values()}
+    content = engine_config(config, layout) | {"dtype": str(dtype).removeprefix("torch.")}
     with durable_folder(folder) as aside:
-        (aside / CONFIG).write_text(json.dumps(engine_config(config, layout), indent=2) + "\n")
-        (aside / CARD).write_text(write_card(config, step, evaluation, layout))
-        _write_weights(aside / WEIGHTS, rounded)
-        _check_reading(aside, config, rounded)
+        (aside / CONFIG).write_text(json.dumps(content, indent=2) + "\n")
+        (aside / CARD).write_text(card)
+        _write_weights(aside / WEIGHTS, ordered)
+        _check_reading(aside, config, ordered)
         check(aside)
 
 
