@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from common.config import Config
 from common.errors import ModelError
-from services.target.attention import leave_out_masks
+from services.target.attention import layer_kinds, leave_out_masks
 from services.target.capture import Capture, Keep
 from services.target.loading import load_decoder
 
@@ -54,6 +54,18 @@ class TargetModel:
         taps: list[torch.Tensor] = []
         self.run(input_ids, lambda tap_index, tap: taps.append(tap))
         return taps
+
+    @torch.inference_mode()
+    def touch(self, input_ids: torch.Tensor) -> None:
+        """Launch the first layers only, as many as have every kind of layer: what tunes itself for a shape does it here."""
+        kinds = layer_kinds(self.decoder.config)
+        depth = max(kinds.index(kind) for kind in set(kinds)) + 1
+        self._capture.start(lambda tap_index, tap: None)
+        self.decoder.layers = self._layers[:depth]
+        try:
+            self.decoder(input_ids=input_ids, use_cache=False)
+        finally:
+            self.decoder.layers = self._layers
 
     def compile_layers(self) -> None:
         """Compile the forward of each layer when it first runs, for all shapes at once; its hooks stay outside."""

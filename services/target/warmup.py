@@ -1,7 +1,8 @@
 """The first forwards of a target: every kernel loaded, tuned or compiled and every buffer made before the first lease.
 
-On a GPU each shape of the plan runs once, largest first, so that later ones find their memory. On a CPU nothing is tuned:
-the smallest shape runs.
+On a GPU each shape of the plan runs once, largest first, so that later ones find their memory. Kernels of
+flash-linear-attention tune themselves for each number of rows and each range of tokens in a batch: the lengths between are
+run through the first layers only. On a CPU nothing is tuned: the smallest shape runs.
 """
 
 import gc
@@ -17,13 +18,15 @@ from common.config import PlanConfig
 from common.errors import ConfigError
 from common.layout import SlotLayout
 from common.messages import BatchShape
+from common.padding import padded_lengths
 from services.target.model import TargetModel
-from services.target.rows import make_rows
+from services.target.rows import TargetRows, make_rows
 from services.target.staging import Staging
 
 NUM_STAGINGS = 2  # one is filled while the other is copied out
 _GIB = 2**30
 _STEP_TOKENS = 256
+_RANGE_TOKENS = 512  # those kernels use ranges of 65,536 rows of a head, 1,365 tokens for 48 heads
 _RESERVE = 0.97  # of the memory; fragments and the driver take the rest
 
 log = logging.getLogger(__name__)
@@ -55,7 +58,13 @@ class WarmUp:
         stagings = self._try(self._layout, chosen, check)
         if stagings is None:
             raise self._refusal(check)
-        log.info("warmed up %d shapes in %.1f s%s", len(chosen), time.monotonic() - began, self._peak())
+        between = shapes_between(chosen, self._plan.bucket_lengths) if self._on_gpu else []
+        for shape in between:
+            check()
+            self._model.touch(stagings[0].upload(_make_rows(shape)))
+        self._finish()
+        took = f"{len(chosen)} shapes and {len(between)} between them in {time.monotonic() - began:.1f} s"
+        log.info("warmed up %s%s", took, self._peak())
         return stagings
 
     def _try(self, layout: SlotLayout, shapes: Sequence[BatchShape], check: Callable[[], None]) -> list[Staging] | None:
@@ -64,15 +73,13 @@ class WarmUp:
             stagings = [Staging(layout, self._device) for _ in range(NUM_STAGINGS)]
             for shape in shapes:
                 check()
-                self._forward(stagings[0], shape)
+                self._model.run(stagings[0].upload(_make_rows(shape)), stagings[0].keep)
+                self._finish()
         except torch.OutOfMemoryError:
             return None
         return stagings
 
-    def _forward(self, staging: Staging, shape: BatchShape) -> None:
-        tokens = [np.zeros(shape.length, np.int32)] * shape.num_rows
-        rows = make_rows(tokens, tokens, range(shape.num_rows), shape.length)
-        self._model.run(staging.upload(rows), staging.keep)
+    def _finish(self) -> None:
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
 
@@ -120,6 +127,32 @@ class WarmUp:
             return ""
         peak, reserved = torch.cuda.max_memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
         return f"; at most {peak / _GIB:.1f} GiB of device memory in use, {reserved / _GIB:.1f} GiB reserved"
+
+
+def shapes_between(shapes: Sequence[BatchShape], bucket_lengths: Sequence[int]) -> list[BatchShape]:
+    """For every range of tokens that a batch can have and none of `shapes` has: the largest batch of that range.
+
+    Args:
+        shapes: the longest rows of each bucket and number of rows.
+        bucket_lengths: upper bounds; the rows of a bucket are longer than the bound before.
+    """
+    found = {shape.num_rows * shape.length // _RANGE_TOKENS for shape in shapes}
+    between: list[BatchShape] = []
+    for shape in shapes:
+        shortest = max((bound for bound in bucket_lengths if bound < shape.length), default=0) + 1
+        lengths = np.unique(padded_lengths(np.arange(shortest, shape.length + 1), bucket_lengths))
+        for length in reversed(lengths.tolist()):
+            tokens_range = shape.num_rows * length // _RANGE_TOKENS
+            if tokens_range not in found:
+                found.add(tokens_range)
+                between.append(BatchShape(shape.num_rows, length))
+    return between
+
+
+def _make_rows(shape: BatchShape) -> TargetRows:
+    """Rows without padding, the most that a batch of that shape can hold."""
+    tokens = [np.zeros(shape.length, np.int32)] * shape.num_rows
+    return make_rows(tokens, tokens, range(shape.num_rows), shape.length)
 
 
 def _round_down(tokens: float) -> int:

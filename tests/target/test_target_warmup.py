@@ -10,7 +10,7 @@ from common.lifecycle import StoppedError
 from common.messages import BatchShape
 from services.target.model import TargetModel
 from services.target.rows import make_rows
-from services.target.warmup import NUM_STAGINGS, WarmUp
+from services.target.warmup import NUM_STAGINGS, WarmUp, shapes_between
 from tests.target.whole_models import CPU, make_config, make_folder
 
 SHAPES = [BatchShape(4, 16), BatchShape(3, 8), BatchShape(1, 16)]
@@ -35,6 +35,31 @@ def test_the_smallest_shape_runs_and_every_buffer_is_made(warm_up: tuple[TargetM
     for staging in stagings:  # the largest batch
         model.run(staging.upload(make_rows(tokens, tokens, range(4), 16)), staging.keep)
         assert staging.hidden_states().shape == (64, 2, 32)
+
+
+def test_shapes_between_stand_for_every_range_of_tokens() -> None:
+    shapes = [BatchShape(8, 1024), BatchShape(3, 1000), BatchShape(32, 256)]
+    between = shapes_between(shapes, [256, 512, 1024])
+    ranges = [shape.num_rows * shape.length // 512 for shape in between]
+    assert len(ranges) == len(set(ranges))
+    expected = {8 * length // 512 for length in range(520, 1025, 8)} | {3 * length // 512 for length in range(520, 1001, 8)}
+    expected |= {32 * length // 512 for length in range(8, 257, 8)}
+    assert set(ranges) == expected - {8 * 1024 // 512, 3 * 1000 // 512}
+    assert BatchShape(8, 1016) in between
+
+
+@pytest.mark.parametrize("kind", ["llama", "hybrid in a multimodal wrapper"])
+def test_a_touch_runs_the_first_layers_of_every_kind_and_changes_nothing(kind: str, tmp_path: Path) -> None:
+    make_folder(kind, tmp_path)
+    model = TargetModel.load(make_config(tmp_path, [1, 3]), CPU)
+    input_ids = torch.arange(18).view(2, 9)
+    expected = model.forward(input_ids)
+    ran: list[int] = []
+    for number, layer in enumerate(model.decoder.layers):  # type: ignore[arg-type]
+        layer.register_forward_hook(lambda *_, number=number: ran.append(number))
+    model.touch(input_ids)
+    assert ran == ([0] if kind == "llama" else [0, 1])
+    assert all(map(torch.equal, model.forward(input_ids), expected))
 
 
 def test_a_run_without_batches_warms_nothing_up(warm_up: tuple[TargetModel, WarmUp]) -> None:
