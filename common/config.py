@@ -115,7 +115,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     decay_gamma: float = 7.0  # of "decay": weight of slot k is exp(-(k - 1) / gamma)
     contiguous_prefix: bool = True  # labels of a block end at its first token that is not supervised
     anchors_per_document: int = 512
-    anchors_per_batch: int = 4096  # constant number of blocks in a step
+    anchors_per_batch: int | Literal["auto"] = 4096  # constant number of blocks; "auto": as many as balance both sides
     noise: Literal["off", "uniform", "gaussian"] = "off"
     noise_scale: float = 0.05
     max_nonfinite_steps: int = 5  # in a row; one more ends the run
@@ -168,6 +168,12 @@ class Config(Section, frozen=True, kw_only=True):
         """The shape of the target of a loaded configuration."""
         assert self.target_shape is not None, "the configuration was not loaded by load() or read()"
         return self.target_shape
+
+    @property
+    def num_anchors(self) -> int:
+        """Blocks of a batch; where they are "auto", once they are chosen (see common.anchor_budget)."""
+        assert self.train.anchors_per_batch != "auto", "the anchor budget is not chosen yet"
+        return self.train.anchors_per_batch
 
     @property
     def num_targets(self) -> int:

@@ -31,7 +31,7 @@ def check(config: "Config") -> None:
     for name, path in data.eval_paths.items():
         _need(bool(name and path), "data.eval_paths", "names and folders", f"{name!r} = {path!r}")
     _need(train.anchors_per_document >= 1, "train.anchors_per_document", "at least 1", train.anchors_per_document)
-    fits = train.anchors_per_batch >= samples
+    fits = train.anchors_per_batch == "auto" or train.anchors_per_batch >= samples
     _need(fits, "train.anchors_per_batch", f"at least plan.max_samples_per_batch {samples}", train.anchors_per_batch)
     _need(train.decay_gamma > 0, "train.decay_gamma", "above 0", train.decay_gamma)
     window = train.profile_steps

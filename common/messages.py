@@ -98,6 +98,7 @@ class BatchShape(msgspec.Struct, frozen=True):
 
     num_rows: int
     length: int  # tokens
+    num_batches: int = 0  # training batches of an epoch with so many rows in this bucket
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
@@ -107,6 +108,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     num_batches: int
     num_steps: int
     shapes: list[BatchShape] = []  # for every number of rows in a bucket, the longest
+    tokens_per_batch: float = 0.0  # mean of the training batches
 
 
 class Lease(msgspec.Struct, frozen=True, tag=True):

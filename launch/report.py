@@ -1,6 +1,7 @@
 """`<run>/report.json`: how a run ended, why, what it came to, and how to go on."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -8,6 +9,9 @@ import msgspec
 
 from common.acceptance import Evaluation, find_best
 from common.addresses import report_path
+from common.anchor_budget import read_budget
+from common.config import Config
+from common.errors import ConfigError
 from common.json_file import write_json
 from launch.control_messages import RunStatus
 from launch.summary import read_series
@@ -47,6 +51,7 @@ class Report(msgspec.Struct, kw_only=True):
     step: int
     num_steps: int
     num_samples: int
+    anchors_per_batch: int | None  # None where they were to be chosen and were not
     num_skipped: int  # steps that were not finite, see quarantine/
     loss_first: float | None
     loss_last: float | None
@@ -58,7 +63,7 @@ class Report(msgspec.Struct, kw_only=True):
     resume: str | None  # the command that goes on; None where there is nothing left to do
 
 
-def write_report(run_dir: Path, ending: Ending, status: RunStatus, plan: Plan, num_drafters: int, command: str) -> None:
+def write_report(run_dir: Path, ending: Ending, status: RunStatus, plan: Plan, config: Config, command: str) -> None:
     """Write the file in one piece.
 
     Args:
@@ -66,13 +71,13 @@ def write_report(run_dir: Path, ending: Ending, status: RunStatus, plan: Plan, n
         ending: what ended it.
         status: its last state.
         plan: its sequence.
-        num_drafters: whose metrics are read.
+        config: its settings.
         command: that starts the run again.
 
     Raises:
         OSError: the disk refuses.
     """
-    losses, evaluations = read_series(run_dir, num_drafters)
+    losses, evaluations = read_series(run_dir, config.num_drafters)
     measured = list(evaluations.values())
     step = max([status.step, *losses])
     report = Report(
@@ -81,6 +86,7 @@ def write_report(run_dir: Path, ending: Ending, status: RunStatus, plan: Plan, n
         step=step,
         num_steps=plan.num_steps,
         num_samples=plan.num_samples(step),
+        anchors_per_batch=_anchors_per_batch(config, run_dir),
         num_skipped=status.num_skipped,
         loss_first=losses[min(losses)] if losses else None,
         loss_last=losses[max(losses)] if losses else None,
@@ -95,3 +101,12 @@ def write_report(run_dir: Path, ending: Ending, status: RunStatus, plan: Plan, n
         resume=None if ending.cause == "done" else command,
     )
     write_json(report_path(run_dir), report)
+
+
+def _anchors_per_batch(config: Config, run_dir: Path) -> int | None:
+    if config.train.anchors_per_batch != "auto":
+        return config.train.anchors_per_batch
+    with suppress(ConfigError):  # a damaged file has ended the run, and this is the report of that
+        budget = read_budget(config, run_dir)
+        return None if budget is None else budget.anchors_per_batch
+    return None

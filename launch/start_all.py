@@ -138,7 +138,7 @@ def _run(config: Config, topology: Topology, run_dir: Path, plan: Plan, command:
         live.end()
     pace.observe()
     try:
-        write_report(run_dir, ending, gauges.read(), plan, config.num_drafters, command)
+        write_report(run_dir, ending, gauges.read(), plan, config, command)
     except OSError as error:
         log.error("%s: not written: %s", report_path(run_dir), error.strerror)
     _say(ending, run_dir, config.num_drafters, command)

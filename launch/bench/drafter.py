@@ -135,7 +135,7 @@ def count_synchronisations(action: Callable[[], object]) -> int:
 def packed_against_single(step: Step, num_tokens: int) -> tuple[float, float]:
     """Relative difference of the loss, and of the gradients in norm, between a batch of four documents and each alone."""
     lengths = [int(part * num_tokens) for part in MIXED_LENGTHS]
-    few = msgspec.structs.replace(step.config.train, anchors_per_document=step.config.train.anchors_per_batch // 8)
+    few = msgspec.structs.replace(step.config.train, anchors_per_document=step.config.num_anchors // 8)
     config = msgspec.structs.replace(step.config, train=few)  # so that no document takes another's anchors
     batch = make_batch(config, lengths)
     totals, gradients = [], []
@@ -198,7 +198,7 @@ def fetching(step: Step, batch: PackedBatch, accumulation: int) -> Callable[[], 
 
 def measure(config: Config, num_documents: int, accumulation: int, num_steps: int) -> Iterator[tuple[str, str]]:
     """The rows of the table, as they are measured."""
-    num_tokens, num_rows = config.plan.max_tokens_per_batch, config.train.anchors_per_batch * config.draft.block_size
+    num_tokens, num_rows = config.plan.max_tokens_per_batch, config.num_anchors * config.draft.block_size
     step, batch = Step(config), make_batch(config, [num_tokens // num_documents] * num_documents)
     flops = batch_flops(config, step.blocks(batch), batch.cu_seqlens)
     resident_gib = torch.cuda.memory_allocated() / GIB
@@ -225,7 +225,7 @@ def measure(config: Config, num_documents: int, accumulation: int, num_steps: in
     yield "host synchronisations in a whole step", str(count_synchronisations(whole))
     time_ms(whole, 3)
     before, whole_ms, after = gemm_rate(config, num_rows), time_ms(whole, num_steps), gemm_rate(config, num_rows)
-    rate, num_anchors = (before + after) / 2, accumulation * config.train.anchors_per_batch
+    rate, num_anchors = (before + after) / 2, accumulation * config.num_anchors
     yield f"whole step, {accumulation} x 1 batch", f"{whole_ms:.1f} ms (optimizer {whole_ms - accumulation * alone_ms:.1f})"
     yield "arithmetic of a batch", f"{flops / 1e12:.1f} TFLOP"
     yield (

@@ -46,7 +46,7 @@ def choose_blocks(input_ids: Ints, loss_mask: Bools, cu_seqlens: Ints, sample_id
     candidates = [_candidates(loss_mask, start, end) for start, end in pairwise(cu_seqlens)]
     wanted = [min(len(rows), config.train.anchors_per_document) for rows in candidates]
     chosen = []
-    for rows, quota, sample_id in zip(candidates, quotas(wanted, config.train.anchors_per_batch), sample_ids, strict=True):
+    for rows, quota, sample_id in zip(candidates, quotas(wanted, config.num_anchors), sample_ids, strict=True):
         sequence = sample_sequence(config.seed, epoch, int(sample_id), "anchors")
         order = np.random.Generator(np.random.Philox(sequence)).permutation(len(rows))
         chosen.append(np.sort(rows[order[:quota]]))
@@ -56,8 +56,8 @@ def choose_blocks(input_ids: Ints, loss_mask: Bools, cu_seqlens: Ints, sample_id
 def all_blocks(input_ids: Ints, loss_mask: Bools, cu_seqlens: Ints, config: Config) -> Iterator[Blocks]:
     """Every candidate of a batch in order, for evaluation; `Blocks` of the same constant size as in training."""
     anchors = np.concatenate([_candidates(loss_mask, start, end) for start, end in pairwise(cu_seqlens)])
-    for first in range(0, len(anchors), config.train.anchors_per_batch):
-        part = anchors[first : first + config.train.anchors_per_batch]
+    for first in range(0, len(anchors), config.num_anchors):
+        part = anchors[first : first + config.num_anchors]
         yield _blocks(part, input_ids, loss_mask, cu_seqlens, config)
 
 
@@ -81,7 +81,7 @@ def _candidates(loss_mask: Bools, start: int, end: int) -> Ints:
 
 
 def _blocks(anchors: Ints, input_ids: Ints, loss_mask: Bools, cu_seqlens: Ints, config: Config) -> Blocks:
-    num_blocks, block_size = config.train.anchors_per_batch, config.draft.block_size
+    num_blocks, block_size = config.num_anchors, config.draft.block_size
     valid = np.arange(num_blocks) < len(anchors)
     anchors = np.pad(anchors, (0, num_blocks - len(anchors)))
     documents = np.searchsorted(cu_seqlens, anchors, side="right") - 1

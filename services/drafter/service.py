@@ -8,6 +8,7 @@ from common.layout import SlotLayout
 from common.lifecycle import Actor
 from common.ring import RingReader
 from services.drafter import checkpoint
+from services.drafter.budget import Trainee, settle_anchors
 from services.drafter.fetch import Fetcher
 from services.drafter.frozen import load_embedding_and_head
 from services.drafter.group import Group
@@ -33,13 +34,14 @@ def main(actor: Actor) -> None:
     model = DraftModel(config, device)
     welcome = actor.join()
     optimizer = MasterAdamW(model, config.train, welcome.num_steps, num_sums(config.draft.block_size) + 1)
+    config = settle_anchors(actor, Trainee(model, frozen, optimizer), welcome.tokens_per_batch)
     snapshots = Snapshots(actor.run_dir, config, welcome.plan_hash, actor.index)
     if actor.index == 0:
         checkpoint.clean(actor.run_dir)
     fetcher = Fetcher(actor, rings, device, welcome.plan_hash)
     group = Group(actor, device)
     try:
-        Trainer(actor, model, frozen, optimizer, snapshots, group).run(fetcher)
+        Trainer(actor, config, model, frozen, optimizer, snapshots, group).run(fetcher)
     finally:
         fetcher.stop()
         group.leave()

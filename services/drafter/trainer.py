@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from common import faults
 from common.board import Phase
+from common.config import Config
 from common.errors import TrainingDivergedError
 from common.lifecycle import Actor, StoppedError
 from common.messages import BatchInfo
@@ -39,6 +40,7 @@ class Trainer:
     def __init__(
         self,
         actor: Actor,
+        config: Config,
         model: DraftModel,
         frozen: tuple[torch.Tensor, torch.Tensor],
         optimizer: MasterAdamW,
@@ -46,15 +48,15 @@ class Trainer:
         group: Group,
     ) -> None:
         self._actor = actor
-        self._config = actor.config
+        self._config = config
         self._model = model
         self._embedding, self._head = frozen
         self._optimizer = optimizer
         self._snapshots = snapshots
         self._group = group
-        self._journal = Journal(self._embedding.device, len(optimizer.gradients.sums), actor.config.accumulation)
-        self._profiler = StepProfiler(actor.run_dir / "profile" / f"{actor.name}.json", actor.config.train.profile_steps)
-        self._evaluator = Evaluator(model, frozen, actor.config)
+        self._journal = Journal(self._embedding.device, len(optimizer.gradients.sums), config.accumulation)
+        self._profiler = StepProfiler(actor.run_dir / "profile" / f"{actor.name}.json", config.train.profile_steps)
+        self._evaluator = Evaluator(model, frozen, config)
         self._evaluated_at = _NOWHERE  # the position right after the last evaluation
         self._position = _NOWHERE  # the first batch of the sequence that is not in the weights
         self._is_half_taken = False  # the weights are neither this rank's nor another's

@@ -15,6 +15,7 @@ marks a sample that no batch may hold.
 """
 
 import hashlib
+from collections import Counter
 from typing import NamedTuple
 
 import msgspec
@@ -50,6 +51,8 @@ class Plan:
         self.batches_per_epoch = sum(
             -(-len(ids) // samples_per_batch(config.plan, bucket)) for bucket, (ids, _) in enumerate(self._buckets)
         )
+        num_tokens = sum(int(lengths.sum()) for _, lengths in self._buckets)
+        self.tokens_per_batch = num_tokens / max(1, self.batches_per_epoch)
         self._eval_batches = _eval_batches(eval_lengths, config.plan)
         self.shapes = _shapes([*self._buckets, *_bucket(eval_lengths, config.plan, "data.eval_path")], config.plan)
         self.num_steps = -(-self.batches_per_epoch * config.plan.epochs // config.plan.batches_per_step)
@@ -149,14 +152,17 @@ def _eval_batches(lengths: NDArray[np.int32], settings: PlanConfig) -> Batches:
 
 def _shapes(buckets: list[tuple[NDArray[np.int64], NDArray[np.int32]]], settings: PlanConfig) -> list[BatchShape]:
     """The largest batch of each number of rows that a bucket has: full ones, and the one that is left over."""
-    shapes: set[tuple[int, int]] = set()
+    shapes: Counter[tuple[int, int]] = Counter()
     for place, (ids, lengths) in enumerate(buckets):
-        size = samples_per_batch(settings, place % len(settings.bucket_lengths))
-        numbers_of_rows = {min(size, len(ids)), len(ids) % size} - {0}
-        if numbers_of_rows:
-            longest = int(padded_lengths(lengths.max(), settings.bucket_lengths))
-            shapes |= {(num_rows, longest) for num_rows in numbers_of_rows}
-    return [BatchShape(*shape) for shape in sorted(shapes)]
+        size, is_training = (
+            samples_per_batch(settings, place % len(settings.bucket_lengths)),
+            place < len(settings.bucket_lengths),
+        )
+        for num_rows, num_batches in ((size, len(ids) // size), (len(ids) % size, 1)):
+            if num_rows and num_batches:
+                longest = int(padded_lengths(lengths.max(), settings.bucket_lengths))
+                shapes[num_rows, longest] += num_batches if is_training else 0
+    return [BatchShape(*shape, num_batches) for shape, num_batches in sorted(shapes.items())]
 
 
 def _cut(ids: NDArray[np.int64], size: int) -> Batches:

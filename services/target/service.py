@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from common.anchor_budget import is_open
 from common.board import Phase
 from common.dataset import Dataset
 from common.errors import ProtocolError
@@ -20,6 +21,7 @@ from services.target.health import Health
 from services.target.model import TargetModel
 from services.target.publisher import Publisher
 from services.target.rows import read_rows
+from services.target.speed import measure_speed
 from services.target.warmup import WarmUp
 
 _HOST = torch.device("cpu")
@@ -49,6 +51,8 @@ class TargetService:
         welcome = actor.join()
         actor.notices.phase(Phase.WARMING_UP)
         stagings = WarmUp(self._model, layout, config.plan, self._device).run(welcome.shapes, self._check_stop)
+        if is_open(config, actor.run_dir):
+            actor.notices.show_speed(measure_speed(self._model, stagings[0], welcome.shapes, self._device, self._check_stop))
         health = Health(actor.metrics, ForwardFlops(self._model.decoder), self._device)
         self._publisher = Publisher(actor, writer, config.ring.num_slots, stagings, health, self._device, welcome.plan_hash)
 

@@ -71,6 +71,7 @@ def qwen3_6_27b(folder: Path) -> Path:
         ("data.path=somewhere", "data: needed either data.path or data.synthetic, found both or neither"),
         ("train.anchors_per_document=0", "train.anchors_per_document: needed at least 1, found 0"),
         ("train.anchors_per_batch=7", "train.anchors_per_batch: needed at least plan.max_samples_per_batch 8, found 7"),
+        ("train.anchors_per_batch=many", "launch/configs/tiny.toml: Invalid enum value 'many' at `train.anchors_per_batch`"),
         ("train.profile_steps=[4, 3]", "train.profile_steps: needed [first, last], found [4, 3]"),
         ("train.decay_gamma=0", "train.decay_gamma: needed above 0, found 0.0"),
         ("checkpoint.every_steps=0", "checkpoint.every_steps: needed at least 1, found 0"),

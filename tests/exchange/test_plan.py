@@ -164,6 +164,17 @@ def test_a_sample_longer_than_the_last_bucket_is_named(key: str) -> None:
         Plan(make_config(), *((long, fine) if key == "data.path" else (fine, long)))
 
 
+def test_targets_are_told_how_often_each_shape_comes_in_an_epoch() -> None:
+    lengths, eval_lengths = drawn_lengths(500), drawn_lengths(9)
+    plan = Plan(large_config(), lengths, eval_lengths)
+    sizes = Counter(len(batch) for batch in plan.epoch(0))
+    assert sum(shape.num_batches for shape in plan.shapes) == plan.batches_per_epoch
+    for num_rows, num_batches in sizes.items():
+        assert sum(shape.num_batches for shape in plan.shapes if shape.num_rows == num_rows) == num_batches
+    assert any(shape.num_batches == 0 for shape in plan.shapes)  # of held-out rows alone
+    assert plan.tokens_per_batch == pytest.approx(lengths.sum() / len(plan.epoch(0)))
+
+
 def test_the_hash_names_the_sequence() -> None:
     config = make_config()
     name = plan_hash(config, "data", "held out")

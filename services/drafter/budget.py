@@ -1,0 +1,184 @@
+"""The anchor budget that lets drafters and targets keep pace, where train.anchors_per_batch is "auto".
+
+    every target    measures its tokens per second after its warm-up             -> its record on the board
+    every drafter   measures what a batch and what an anchor costs on its device -> its record on the board
+    drafter 0       waits for all of them, chooses, and keeps the choice          -> anchors.json
+    every drafter   goes by the file, in this life and in all later ones
+
+Nobody measures once the file is there.
+"""
+
+import logging
+import math
+import time
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from common.anchor_budget import AnchorBudget, BatchCost, read_budget, write_budget
+from common.config import Config
+from common.lifecycle import Actor, StoppedError
+from services.drafter.anchors import choose_blocks
+from services.drafter.model import DraftModel
+from services.drafter.optimizer import MasterAdamW
+from services.drafter.step import PackedBatch, block_loss
+from services.drafter.visibility import TILE
+
+_PROBE_PART = 32  # of the tokens of a batch: the smaller of the two budgets that are timed
+_MEMORY_PART = 0.9  # of what the device can give
+_NUM_TIMED = 2
+_POLL_S = 0.05
+log = logging.getLogger(__name__)
+
+
+class Trainee(NamedTuple):
+    """All that a step needs."""
+
+    model: DraftModel
+    frozen: tuple[torch.Tensor, torch.Tensor]
+    optimizer: MasterAdamW
+
+
+def settle_anchors(actor: Actor, trainee: Trainee, tokens_per_batch: float) -> Config:
+    """The configuration with a number in the place of "auto".
+
+    Args:
+        actor: this drafter.
+        trainee: before its first step, and so it stays.
+        tokens_per_batch: mean of the run's training batches.
+
+    Raises:
+        StoppedError: told to stop before there was a choice.
+    """
+    config = actor.config
+    if config.train.anchors_per_batch != "auto":
+        return config
+    budget = read_budget(config, actor.run_dir)
+    if budget is None:
+        cost = measure_cost(trainee, config)
+        actor.notices.show_cost(cost.seconds, cost.seconds_per_anchor, cost.max_anchors)
+        log.info("a batch takes %.4f s and %.3g s for each anchor", cost.seconds, cost.seconds_per_anchor)
+        budget = _choose(actor, tokens_per_batch) if actor.index == 0 else None
+    while budget is None:
+        _wait(actor)
+        budget = read_budget(config, actor.run_dir)
+    log.info("train.anchors_per_batch = %d (anchors.json)", budget.anchors_per_batch)
+    return with_anchors(config, budget.anchors_per_batch)
+
+
+def with_anchors(config: Config, anchors_per_batch: int) -> Config:
+    """The same configuration with this budget."""
+    return msgspec.structs.replace(config, train=msgspec.structs.replace(config.train, anchors_per_batch=anchors_per_batch))
+
+
+def balanced_anchors(costs: list[BatchCost], batches_per_s: float, config: Config) -> int:
+    """The budget at which drafters of these costs take as many batches as targets make, as far as that can be.
+
+    It is a multiple of what fills whole tiles of the attention, holds one anchor for every document at least, and is
+    no larger than a batch has tokens or the smallest device has room for.
+
+    Args:
+        costs: one per drafter; the slowest sets the pace of all.
+        batches_per_s: of all targets together.
+        config: the shapes and the plan.
+    """
+    seconds = len(costs) / batches_per_s  # that a drafter may take for a batch
+    wanted = min((seconds - cost.seconds) / cost.seconds_per_anchor for cost in costs)
+    most = min(config.plan.max_tokens_per_batch, *(cost.max_anchors for cost in costs))
+    step, least = _step(config), config.plan.max_samples_per_batch
+    anchors = math.floor(max(0.0, min(wanted, most)) / step) * step
+    return max(anchors, math.ceil(least / step) * step)
+
+
+def measure_cost(trainee: Trainee, config: Config) -> BatchCost:
+    """Time whole steps at two budgets; with a loss that is not a number, so no step changes a bit of the trainee."""
+    step = _step(config)
+    few = math.ceil(max(config.plan.max_tokens_per_batch / _PROBE_PART, 1) / step) * step
+    (seconds, few_bytes), (more_seconds, many_bytes) = (_time_step(trainee, with_anchors(config, n)) for n in (few, 2 * few))
+    per_anchor = max((more_seconds - seconds) / few, 1e-9)
+    return BatchCost(max(seconds - per_anchor * few, 0.0), per_anchor, _max_anchors(trainee, few, few_bytes, many_bytes))
+
+
+def _step(config: Config) -> int:
+    """Anchors whose rows fill whole tiles."""
+    return TILE // math.gcd(TILE, config.draft.block_size)
+
+
+def _time_step(trainee: Trainee, config: Config) -> tuple[float, int]:
+    """Seconds of a batch with its share of the optimizer's step, and the memory it takes at its peak."""
+    batch, device = _made_up_batch(trainee, config), trainee.frozen[0].device
+    rows = batch.input_ids, batch.loss_mask, batch.cu_seqlens, batch.sample_ids
+    gradients, taken_s = trainee.optimizer.gradients, []
+    for turn in range(1 + _NUM_TIMED):  # the first compiles
+        marks = [_now(device)]
+        sums = block_loss(trainee.model, *trainee.frozen, batch, choose_blocks(*rows, turn, config), config)
+        gradients.accumulate(torch.cat([sums, sums.new_zeros(len(gradients.sums) - len(sums))]))
+        marks.append(_now(device))
+        gradients.sums[0] = math.nan
+        trainee.optimizer.step(0)
+        marks.append(_now(device))
+        taken_s.append(marks[1] - marks[0] + (marks[2] - marks[1]) / config.accumulation)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    return min(taken_s[1:]), peak
+
+
+def _made_up_batch(trainee: Trainee, config: Config) -> PackedBatch:
+    """A full batch of documents of the middle bucket, all supervised, on the device."""
+    lengths, device = config.plan.bucket_lengths, trainee.frozen[0].device
+    length = lengths[len(lengths) // 2]
+    num_documents = max(1, min(config.plan.max_tokens_per_batch // length, config.plan.max_samples_per_batch))
+    num_tokens, shape = num_documents * length, (len(config.draft.tap_layers), config.shape.hidden_size)
+    dtype: torch.dtype = getattr(torch, config.ring.dtype)
+    return PackedBatch(
+        hidden_states=torch.ones((num_tokens, *shape), dtype=dtype, device=device),
+        position_ids=torch.arange(length, device=device).repeat(num_documents),
+        input_ids=np.zeros(num_tokens, dtype=np.int64),
+        loss_mask=np.ones(num_tokens, dtype=np.bool_),
+        cu_seqlens=np.arange(num_documents + 1) * length,
+        sample_ids=np.arange(num_documents),
+    )
+
+
+def _max_anchors(trainee: Trainee, few: int, few_bytes: int, many_bytes: int) -> int:
+    """By what the peaks at `few` and twice as many anchors say of more; a CPU has no limit."""
+    device = trainee.frozen[0].device
+    if device.type != "cuda":
+        return 1 << 31
+    free, _ = torch.cuda.mem_get_info(device)
+    room = (free + torch.cuda.memory_reserved(device)) * _MEMORY_PART - many_bytes
+    return 2 * few + int(room / max(1, (many_bytes - few_bytes) / few))
+
+
+def _choose(actor: Actor, tokens_per_batch: float) -> AnchorBudget:
+    """Wait until all have measured, choose, and keep the choice."""
+    config = actor.config
+    first_drafter = actor.args.place - actor.index
+    places = range(first_drafter - config.num_targets, first_drafter), range(first_drafter, first_drafter + config.num_drafters)
+    while True:
+        targets, drafters = ([actor.board.read(place) for place in side] for side in places)
+        if all(notice.tokens_per_s for notice in targets) and all(notice.max_anchors for notice in drafters):
+            break
+        _wait(actor)
+    speeds = [notice.tokens_per_s for notice in targets]
+    costs = [BatchCost(notice.seconds_per_batch, notice.seconds_per_anchor, notice.max_anchors) for notice in drafters]
+    anchors = balanced_anchors(costs, sum(speeds) / tokens_per_batch, config)
+    budget = AnchorBudget(anchors, tokens_per_batch, speeds, costs)
+    write_budget(budget, actor.run_dir)
+    made, taken = sum(speeds), len(costs) * tokens_per_batch / max(c.seconds + c.seconds_per_anchor * anchors for c in costs)
+    log.info("%d anchors a batch: the targets make %.0f tokens/s, the drafters take %.0f", anchors, made, taken)
+    return budget
+
+
+def _wait(actor: Actor) -> None:
+    if actor.stopping:
+        raise StoppedError
+    actor.keep_waiting()
+    time.sleep(_POLL_S)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
