@@ -15,6 +15,7 @@ from common import config as configuration
 from common.config import ActorsConfig, Config, DataConfig, DraftConfig, ModelConfig, PlanConfig, TargetsConfig
 from common.errors import CheckpointError, DataError, ModelError
 from common.target_shape import read_target_shape
+from common.weights import find_tensor
 from launch.full_target import load_full_target, stop_tokens
 from launch.parity.causes import Side
 from launch.parity.doubts import find_doubts
@@ -92,21 +93,29 @@ def run_both(request: Request) -> Outcome:
     config = _config(folder, run, request.model)
     _check_fits(folder, config)
     documents = _documents(request, folder, config, run)
+    other = None if reference in (TRAINING, TRANSFORMERS) or is_run(Path(reference)) else read_folder(Path(reference))
+    outcome = _run_engine(request, folder, other, config, documents)  # frees the whole target before it loads another
+    if is_run(Path(reference)):
+        return outcome._replace(needed=_run_side(Path(reference), request, documents))
+    if reference == TRAINING:
+        name = f"{folder.path} in training form, for this target"
+        return outcome._replace(needed=_training_side(name, config, folder, request, documents))
+    return outcome
+
+
+def _run_engine(request: Request, folder: Folder, other: Folder | None, config: Config, documents: list[Document]) -> Outcome:
+    """All that needs the whole target: what is checked, and as reference the other folder or transformers' model."""
     model = load_full_target(config, request.device)
     target = PlainTarget(model)
     found = _plain_side(folder, target, documents)
-    doubts = find_doubts(folder, config.shape, stop_tokens(model) | _special_ids(model), documents)
-    if is_run(Path(reference)):
-        needed = _run_side(Path(reference), request, documents)
-    elif reference == TRAINING:
-        needed = _training_side(f"{folder.path} in training form, for this target", config, folder, request, documents)
-    elif reference == TRANSFORMERS:
-        name = f"{folder.path} by muse_glimmer_assistant of transformers"
-        needed = Side(name, run_glimmer(folder, target, documents), folder.tensors, folder.target_layer_ids)
-    else:
-        other = read_folder(Path(reference))
+    needed = found
+    if other is not None:
         _check_fits(other, config)
         needed = _plain_side(other, target, documents)
+    elif request.reference == TRANSFORMERS:
+        name = f"{folder.path} by muse_glimmer_assistant of transformers"
+        needed = Side(name, run_glimmer(folder, target, documents), folder.tensors, folder.target_layer_ids)
+    doubts = find_doubts(folder, config.shape, stop_tokens(model) | _special_ids(model), documents)
     trials = run_trials(folder, target, config.shape, documents) if request.trials else []
     return Outcome(needed, found, doubts, trials)
 
@@ -177,7 +186,10 @@ def _draft_config(folder: Folder) -> DraftConfig:
 
 
 def _check_fits(folder: Folder, config: Config) -> None:
-    """What can only be wrong, and would end either side in the middle."""
+    """What can only be wrong: it would end a side in the middle, or let transformers make up a head at random."""
+    path = Path(config.model.path).expanduser()
+    if not config.model.random_init and not config.shape.tie_word_embeddings:
+        find_tensor(path, "lm_head.weight")
     shape, layers = config.shape, folder.target_layer_ids
     last = shape.num_hidden_layers - 1
     lines = []

@@ -111,3 +111,10 @@ def edit_tensor(folder: Path, name: str, change: Any) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors[name] = change(tensors[name])
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def remove_tensor(folder: Path, name: str) -> None:
+    """Leave one tensor out of model.safetensors."""
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from common import config as configuration
 from launch.parity.__main__ import main
-from tests.launch.parity_runs import edit_config, edit_tensor, finish_run, make_run
+from tests.launch.parity_runs import edit_config, edit_tensor, finish_run, make_run, remove_tensor
 
 ROOT = Path(__file__).parents[2]
 FULL = ["draft.layer_types=[]", "draft.sliding_window=0"]
@@ -131,6 +131,10 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     edit_config(tmp_path / "unknown", dflash_config={"mask_token_id": 64})
     shutil.copytree(drafter, tmp_path / "fewer")
     edit_config(tmp_path / "fewer", dflash_config={"target_layer_ids": [0]})
+    shutil.copytree(drafter, tmp_path / "less")
+    remove_tensor(tmp_path / "less", "layers.1.self_attn.k_norm.weight")
+    shutil.copytree(target, tmp_path / "headless")
+    remove_tensor(tmp_path / "headless", "lm_head.weight")
     cases: list[tuple[list[Any], str]] = [
         ([tmp_path / "nowhere", "--model", target], "nowhere/config.json: cannot be read: No such file or directory"),
         ([drafter], "--model: needed the folder of the target, found none"),
@@ -147,6 +151,9 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
             [tmp_path / "unknown", "--model", target],
             "unknown does not fit this target: mask_token_id: needed an id below 64, found 64",
         ),
+        ([tmp_path / "less", "--model", target], "less: needed the tensors layers.1.self_attn.k_norm.weight, found none"),
+        ([run, "--model", tmp_path / "headless"], "headless: needed a tensor named lm_head.weight, found none"),
+        ([drafter, "--model", target, "--trials"], "--trials: needed --data with answers of the target, found none"),
         ([tmp_path / "fewer", "--model", target], "tensor fc.weight: needed [32, 32], found [32, 64]"),
     ]
     for arguments, message in cases:

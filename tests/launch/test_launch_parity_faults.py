@@ -253,6 +253,9 @@ def test_doubts_about_what_the_target_alone_cannot_decide(
     ):
         edit_config(drafter, **changes)
         assert any(doubt in found for found in compare(capsys, drafter, *model)[1]["doubts"]), doubt
+    edit_tensor(drafter, "layers.1.self_attn.k_norm.weight", torch.ones_like)
+    doubts = compare(capsys, drafter, *model)[1]["doubts"]
+    assert "layers.1.self_attn.k_norm.weight is 1 everywhere, unlike that of other layers" in doubts
     token = int(Dataset.open(untouched / "data/eval").read(0).input_ids[0])
     edit_config(drafter, dflash_config={"mask_token_id": token})
     _, report = compare(capsys, drafter, *model, "--data", untouched / "data/eval")
