@@ -51,6 +51,17 @@ def test_an_untouched_export_is_the_same(kind: str, tmp_path: Path, capsys: pyte
     assert len(compare(capsys, run)[1]["stages"]) == 11
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["mixed layers", "nested config, hybrid target, partial rotation of the target"])
+def test_an_untouched_export_is_the_same_with_the_target_on_a_gpu(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides, shape = KINDS[kind]
+    run = make_run(tmp_path / "run", *overrides, **shape)
+    code, report = compare(capsys, run, "--device", "cuda")
+    assert (code, [stage for stage in report["stages"] if not stage["same"]]) == (0, [])
+
+
 def test_a_run_with_a_made_up_target_and_no_export_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     run.mkdir()
