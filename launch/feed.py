@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from common import messages
 from common.addresses import exchange_address
 from common.dataset import Dataset
+from common.errors import ConfigError
 from common.layout import SlotHeader, SlotLayout
 from common.messages import (
     ActorDied,
@@ -106,7 +107,8 @@ class Feed:
                 raise AssertionError(f"no drafter asks for {other}")
 
     def _welcome(self) -> Welcome:
-        return Welcome(self._plan_hash, self._plan.num_batches, self._plan.num_steps, self._plan.shapes)
+        plan = self._plan
+        return Welcome(self._plan_hash, plan.num_batches, plan.num_steps, plan.shapes, plan.tokens_per_batch)
 
     def _grant(self, batch: int) -> ReplyBody:
         if batch >= self._plan.num_batches:
@@ -136,8 +138,11 @@ def train(stage: Stage, until: Callable[[], bool]) -> bool:
         Whether the training came to its end before.
 
     Raises:
+        ConfigError: the anchor budget is "auto", and there are no targets to choose it by.
         RuntimeError: a drafter failed; the end of its log is in the message.
     """
+    if stage.config.train.anchors_per_batch == "auto":
+        raise ConfigError("train.anchors_per_batch: needed a number, for no target tells its speed here, found auto")
     feed = Feed(stage)
     topology = stage.topology._replace(actors=[spec for spec in stage.topology.actors if spec.role == "drafter"])
     supervisor = Supervisor(stage.config, topology, stage.fds, stage.board, stage.run_dir)

@@ -56,6 +56,10 @@ class Workload(NamedTuple):
         write_rows(data, workload.config, num_samples)
         return workload
 
+    def with_settings(self, settings: Sequence[str]) -> "Workload":
+        """The same with these set, too."""
+        return self._replace(overrides=[*self.overrides, *settings])
+
     @property
     def config(self) -> Config:
         """As the run will have it."""
