@@ -39,6 +39,22 @@ def test_without_a_held_out_set_there_are_no_evaluations(tmp_path: Path) -> None
     assert [plan.info(place).kind for place in range(plan.num_batches)] == ["train"] * 2
 
 
+def test_several_held_out_sets_run_on_from_each_other(tmp_path: Path) -> None:
+    train = write_set(tmp_path / "train", [3, 8, 5])
+    first, second = write_set(tmp_path / "a", [4, 2]), write_set(tmp_path / "b", [7])
+    config = with_data(path=train, eval_paths={"first": first, "second": second})
+    data = read_run_data(config, tmp_path)
+    assert data.held_out.lengths.tolist() == [4, 2, 7]
+    assert data.held_out.num_supervised_tokens == 13
+    other_order = with_data(path=train, eval_paths={"second": second, "first": first})
+    renamed = with_data(path=train, eval_paths={"one": first, "two": second})
+    names = [read_run_data(each, tmp_path).plan(each)[1] for each in (config, other_order, renamed)]
+    assert names[0] == names[2] != names[1]  # what is in the batches counts, not what it is called
+    damaged = msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, skip_damaged=True))
+    write_damaged_rows(DamagedRows(held_out={"second": [], "first": [(1, 2)]}), tmp_path)
+    assert read_run_data(damaged, tmp_path).held_out.lengths.tolist() == [4, 0, 7]
+
+
 def test_damaged_rows_are_in_no_batch_and_the_plan_has_another_name(tmp_path: Path) -> None:
     config = with_data(path=write_set(tmp_path / "train", [3, 8, 5, 2, 6]), skip_damaged=True)
     hashes = set()
