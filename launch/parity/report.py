@@ -6,7 +6,7 @@ import torch
 
 from launch.parity.causes import likely_cause
 from launch.parity.sides import Outcome
-from launch.parity.stages import ROUNDING, STAGES, Trace, Verdict, compare, find, first_difference
+from launch.parity.stages import EXACT_STAGES, ROUNDING, STAGES, Trace, Verdict, compare, find, first_difference
 from launch.parity.trials import Trial
 
 COLUMNS = "{:<16} {:>10} {:>10} {:>20} {:>11}  {}"
@@ -100,14 +100,9 @@ def _line(stage: str, verdict: Verdict | None) -> str:
     if verdict is None:
         return COLUMNS.format(stage, "", "", "", "", "given").rstrip()
     word = "same" if verdict.same else "DIFFERS"
-    return COLUMNS.format(
-        stage,
-        f"{verdict.difference:.1e}",
-        f"{verdict.bound:.1e}",
-        f"{verdict.num_differing:,}",
-        f"{verdict.num_values:,}",
-        word,
-    )
+    exact = stage in EXACT_STAGES
+    largest, bound = ("", "exact") if exact else (f"{verdict.difference:.1e}", f"{verdict.bound:.1e}")
+    return COLUMNS.format(stage, largest, bound, f"{verdict.num_differing:,}", f"{verdict.num_values:,}", word)
 
 
 def _describe(verdict: Verdict) -> list[str]:
