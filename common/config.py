@@ -116,6 +116,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     contiguous_prefix: bool = True  # labels of a block end at its first token that is not supervised
     anchors_per_document: int = 512
     anchors_per_batch: int | Literal["auto"] = 4096  # constant number of blocks; "auto": as many as balance both sides
+    head: Literal["exact", "fp8_logits", "fp8"] = "exact"  # of the loss: products as draft.dtype, the first in FP8, or both
     noise: Literal["off", "uniform", "gaussian"] = "off"
     noise_scale: float = 0.05
     max_nonfinite_steps: int = 5  # in a row; one more ends the run

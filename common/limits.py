@@ -33,6 +33,8 @@ def check(config: "Config") -> None:
     _need(train.anchors_per_document >= 1, "train.anchors_per_document", "at least 1", train.anchors_per_document)
     fits = train.anchors_per_batch == "auto" or train.anchors_per_batch >= samples
     _need(fits, "train.anchors_per_batch", f"at least plan.max_samples_per_batch {samples}", train.anchors_per_batch)
+    divisible = config.shape.vocab_size % 16 == config.shape.hidden_size % 16 == 0
+    _need(train.head == "exact" or divisible, "train.head", "vocabulary and hidden size divisible by 16 for fp8", train.head)
     _need(train.decay_gamma > 0, "train.decay_gamma", "above 0", train.decay_gamma)
     window = train.profile_steps
     _need(not window or (len(window) == 2 and 1 <= window[0] <= window[1]), "train.profile_steps", "[first, last]", window)

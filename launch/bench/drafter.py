@@ -1,7 +1,7 @@
 """The drafter's step on one GPU, beside the rate of its own matrix products in the same run.
 
     python -m launch.bench drafter [--shape qwen3_6_27b] [--tokens 2048] [--anchors 512]
-        [--documents 1] [--accumulation 1] [--steps 20]
+        [--documents 1] [--accumulation 1] [--head exact] [--steps 20]
 
 Random weights and features. Prints a table: times, memory, utilisation, host synchronisations, packed against one by
 one, and what fetching from a slot costs.
@@ -29,6 +29,8 @@ from common.pinned import register
 from launch.bench.shapes import SHAPES, random_run
 from services.drafter.anchors import Blocks, choose_blocks
 from services.drafter.flops import batch_flops
+from services.drafter.fp8_head import Fp8Head
+from services.drafter.loss import loss_head
 from services.drafter.model import DraftModel
 from services.drafter.optimizer import MasterAdamW
 from services.drafter.step import PackedBatch, block_loss, num_sums
@@ -38,10 +40,10 @@ GIB = 2**30
 MIXED_LENGTHS = (0.07, 0.43, 0.2, 0.3)  # parts of a batch of four documents
 
 
-def make_config(shape: str, num_tokens: int, num_anchors: int, num_documents: int) -> Config:
+def make_config(shape: str, num_tokens: int, num_anchors: int, num_documents: int, head: str = "exact") -> Config:
     """The run of one of the two draft models that the reference figures are of."""
     anchors = f"train.anchors_per_document={num_anchors // num_documents}", f"train.anchors_per_batch={num_anchors}"
-    return random_run(shape, num_tokens, [f"plan.max_samples_per_batch={num_documents}", *anchors])
+    return random_run(shape, num_tokens, [f"plan.max_samples_per_batch={num_documents}", f"train.head={head}", *anchors])
 
 
 def make_batch(config: Config, lengths: list[int]) -> PackedBatch:
@@ -69,7 +71,7 @@ class Step:
 
     def __init__(self, config: Config) -> None:
         self.config, shape = config, (config.shape.vocab_size, config.shape.hidden_size)
-        self.frozen = random_weight(shape, 1), random_weight(shape, 2)  # embedding and head
+        self.frozen = random_weight(shape, 1), loss_head(random_weight(shape, 2), config.train.head)
         self.model = DraftModel(config, DEVICE)
         self.optimizer: MasterAdamW | None = None
         self.num_done = 0
@@ -91,6 +93,12 @@ class Step:
         """Drop the gradients."""
         for parameter in self.model.parameters():
             parameter.grad = None
+
+    def take_gradients(self) -> torch.Tensor:
+        """All gradients as one flat tensor; dropped from the model."""
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        self.clear()
+        return torch.cat([gradient.flatten() for gradient in gradients])
 
     def whole(self, batch: PackedBatch, accumulation: int) -> None:
         """One optimizer step of so many batches."""
@@ -132,6 +140,19 @@ def count_synchronisations(action: Callable[[], object]) -> int:
     return sum("called a synchronizing" in str(warning.message) for warning in caught)
 
 
+def rounded_against_exact(step: Step, batch: PackedBatch) -> tuple[float, float]:
+    """Relative difference of the loss, and of the gradients in norm, between the head in FP8 and the head as it is."""
+    embedding, head = step.frozen
+    assert isinstance(head, Fp8Head)
+    blocks, totals, gradients = step.blocks(batch), [], []
+    for each in (head, head.weight):
+        sums = block_loss(step.model, embedding, each, batch, blocks, step.config)
+        torch.autograd.backward(sums[0])
+        totals.append(float(sums[0]))
+        gradients.append(step.take_gradients())
+    return abs(totals[0] / totals[1] - 1.0), relative_difference(*gradients)
+
+
 def packed_against_single(step: Step, num_tokens: int) -> tuple[float, float]:
     """Relative difference of the loss, and of the gradients in norm, between a batch of four documents and each alone."""
     lengths = [int(part * num_tokens) for part in MIXED_LENGTHS]
@@ -140,7 +161,6 @@ def packed_against_single(step: Step, num_tokens: int) -> tuple[float, float]:
     batch = make_batch(config, lengths)
     totals, gradients = [], []
     for parts in ([batch], [alone(batch, document) for document in range(len(lengths))]):
-        step.clear()
         sums = torch.zeros(num_sums(step.config.draft.block_size), device=DEVICE)
         for part in parts:
             blocks = choose_blocks(part.input_ids, part.loss_mask, part.cu_seqlens, part.sample_ids, 0, config)
@@ -148,13 +168,14 @@ def packed_against_single(step: Step, num_tokens: int) -> tuple[float, float]:
             torch.autograd.backward(result[0])
             sums += result.detach()
         totals.append(float(sums[0] / sums[1]))
-        gradients.append(
-            torch.cat([parameter.grad.flatten() for parameter in step.model.parameters() if parameter.grad is not None])
-        )
-    step.clear()
+        gradients.append(step.take_gradients())
+    return abs(totals[0] - totals[1]) / abs(totals[1]), relative_difference(*gradients)
+
+
+def relative_difference(gradient: torch.Tensor, reference: torch.Tensor) -> float:
+    """In norm."""
     norm = partial(torch.linalg.vector_norm, dtype=torch.float32)
-    difference = norm(gradients[0] - gradients[1]) / norm(gradients[1])
-    return abs(totals[0] - totals[1]) / abs(totals[1]), float(difference)
+    return float(norm(gradient - reference) / norm(reference))
 
 
 def alone(batch: PackedBatch, document: int) -> PackedBatch:
@@ -218,6 +239,9 @@ def measure(config: Config, num_documents: int, accumulation: int, num_steps: in
     yield "peak memory of it (weights, embedding, head, one batch)", f"{_peak_gib():.2f} GiB ({resident_gib:.2f} before)"
     loss, gradient = packed_against_single(step, num_tokens)
     yield "four packed documents against one by one", f"loss {loss:.1e}, gradient {gradient:.1e} (relative)"
+    if isinstance(step.frozen[1], Fp8Head):
+        loss, gradient = rounded_against_exact(step, batch)
+        yield "head in FP8 against the exact one", f"loss {loss:.1e}, gradient {gradient:.1e} (relative)"
 
     step.optimizer = MasterAdamW(step.model, config.train, 1000, num_sums(config.draft.block_size))
     whole = partial(step.whole, batch, accumulation)
@@ -256,12 +280,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--anchors", type=int, default=512)
     parser.add_argument("--documents", type=int, default=1)
     parser.add_argument("--accumulation", type=int, default=1)
+    parser.add_argument("--head", choices=["exact", "fp8_logits", "fp8"], default="exact")
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("bench drafter: needed a CUDA GPU, found none")
         return 2
-    config = make_config(options.shape, options.tokens, options.anchors, options.documents)
+    config = make_config(options.shape, options.tokens, options.anchors, options.documents, options.head)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {' '.join(arguments)}")
     for what, value in measure(config, options.documents, options.accumulation, options.steps):
         print(f"{what:58} {value}", flush=True)

@@ -10,6 +10,7 @@ import argparse
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Literal
 
 import numpy as np
 import torch
@@ -21,12 +22,12 @@ from launch.bench.drafter import DEVICE, Step, make_batch, make_config, random_w
 from launch.bench.shapes import SHAPES
 from services.drafter.anchors import choose_blocks
 from services.drafter.attention import Attend, KeysValues, TiledAttention
-from services.drafter.loss import frozen_head_loss
+from services.drafter.loss import frozen_head_loss, loss_head
 from services.drafter.step import HEAD_CHUNK_ROWS, PackedBatch
 from services.drafter.visibility import BlockPlaces, KeyRuns, key_runs
 
 _NUM_KERNELS = 30
-_CHUNKS = (512, HEAD_CHUNK_ROWS, 1536, 2560, 3840)
+_CHUNKS = (HEAD_CHUNK_ROWS, 1536, 2560, 3840)
 
 
 def random_rows(*shape: int) -> Tensor:
@@ -166,11 +167,15 @@ def loss(config: Config, num_rows: int, num_steps: int) -> Iterator[str]:
     num_labels = num_rows // config.draft.block_size * (config.draft.block_size - 1)
     rows, labels = random_rows(num_labels, hidden), torch.randint(vocabulary, (num_labels,), device=DEVICE)
     flops = 4.0 * num_labels * vocabulary * hidden
-    for chunk in _CHUNKS:
-        run = partial(frozen_head_loss, rows, head, labels, chunk)
-        time_ms(run, 2)
-        ms = time_ms(run, num_steps)
-        yield f"{f'loss of {num_labels} rows in chunks of {chunk}':54} {ms:8.3f} ms {flops / ms * 1e-9:5.0f} TFLOP/s"
+    kinds: list[Literal["exact", "fp8_logits", "fp8"]] = ["exact", "fp8_logits", "fp8"]
+    for kind in kinds:
+        of_loss = loss_head(head, kind)
+        for chunk in _CHUNKS:
+            run = partial(frozen_head_loss, rows, of_loss, labels, chunk)
+            time_ms(run, 2)
+            ms = time_ms(run, num_steps)
+            yield f"{f'loss of {num_labels} rows, {kind}, chunks of {chunk}':54} {ms:8.3f} ms {flops / ms * 1e-9:5.0f} TFLOP/s"
+        yield f"    {by_kernel(partial(frozen_head_loss, rows, of_loss, labels, HEAD_CHUNK_ROWS))}"
 
 
 def kernels(config: Config, batch: PackedBatch) -> Iterator[str]:

@@ -21,6 +21,7 @@ from common.anchor_budget import AnchorBudget, BatchCost, read_budget, write_bud
 from common.config import Config
 from common.lifecycle import Actor, StoppedError
 from services.drafter.anchors import choose_blocks
+from services.drafter.loss import Head
 from services.drafter.model import DraftModel
 from services.drafter.optimizer import MasterAdamW
 from services.drafter.step import PackedBatch, block_loss
@@ -37,7 +38,7 @@ class Trainee(NamedTuple):
     """All that a step needs."""
 
     model: DraftModel
-    frozen: tuple[torch.Tensor, torch.Tensor]
+    frozen: tuple[torch.Tensor, Head]  # the target's embedding, and its head as the loss uses it
     optimizer: MasterAdamW
 
 

@@ -4,13 +4,16 @@ The logits never exist all at once, and the head has no gradient: two matrix pro
 Shapes: R labelled rows, H hidden, V vocabulary, N blocks, B block size.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from services.drafter.fp8_head import Fp8Head
+
+Head = Tensor | Fp8Head
 DPACE_SMOOTHING = 0.5  # alpha of D-PACE
 
 
@@ -35,7 +38,12 @@ def dpace_weights(losses: Tensor, label_mask: Tensor) -> Tensor:
     return reached.flip(1).cumsum(1).flip(1) * label_mask
 
 
-def frozen_head_loss(hidden: Tensor, head_weight: Tensor, labels: Tensor, chunk_rows: int) -> tuple[Tensor, Tensor]:
+def loss_head(weight: Tensor, kind: Literal["exact", "fp8_logits", "fp8"]) -> Head:
+    """The head [V, H] as `frozen_head_loss` uses it."""
+    return weight if kind == "exact" else Fp8Head(weight, gradient_in_fp8=kind == "fp8")
+
+
+def frozen_head_loss(hidden: Tensor, head: Head, labels: Tensor, chunk_rows: int) -> tuple[Tensor, Tensor]:
     """Cross entropy of every row, differentiable in `hidden` only; softmax in float32.
 
     The gradient of the hidden rows is made together with the loss, chunk by chunk, so the backward pass needs no
@@ -43,7 +51,7 @@ def frozen_head_loss(hidden: Tensor, head_weight: Tensor, labels: Tensor, chunk_
 
     Args:
         hidden: [R, H], after the draft model's final norm; R may be 0.
-        head_weight: [V, H], frozen; its type is that of both matrix products.
+        head: from `loss_head`.
         labels: int64 [R].
         chunk_rows: rows whose logits exist at a time.
 
@@ -51,7 +59,7 @@ def frozen_head_loss(hidden: Tensor, head_weight: Tensor, labels: Tensor, chunk_
         float32 [R], and int64 [R]: the greedy predictions.
     """
     losses, predictions = FrozenHeadCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, head_weight, labels, chunk_rows
+        hidden, head, labels, chunk_rows
     )
     return losses, predictions
 
@@ -60,17 +68,17 @@ class FrozenHeadCrossEntropy(torch.autograd.Function):
     """See `frozen_head_loss`."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head_weight: Tensor, labels: Tensor, chunk_rows: int) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, head: Head, labels: Tensor, chunk_rows: int) -> tuple[Tensor, Tensor]:
         """Losses and gradients of one chunk of rows after the other."""
         losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
         predictions = torch.empty_like(labels)
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         for first in range(0, hidden.shape[0], chunk_rows):
             rows = slice(first, first + chunk_rows)
-            logits = hidden[rows].to(head_weight.dtype) @ head_weight.T
+            logits = head.logits(hidden[rows]) if isinstance(head, Fp8Head) else hidden[rows].to(head.dtype) @ head.T
             cross_entropy(logits, labels[rows], losses[rows], predictions[rows], with_gradient=gradient is not None)
             if gradient is not None:
-                gradient[rows] = logits @ head_weight
+                gradient[rows] = head.gradient(logits, labels[rows]) if isinstance(head, Fp8Head) else logits @ head
         ctx.mark_non_differentiable(predictions)
         ctx.save_for_backward(gradient)
         return losses, predictions

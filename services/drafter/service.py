@@ -9,9 +9,11 @@ from common.lifecycle import Actor
 from common.ring import RingReader
 from services.drafter import checkpoint
 from services.drafter.budget import Trainee, settle_anchors
+from services.drafter.evaluator import Evaluator
 from services.drafter.fetch import Fetcher
 from services.drafter.frozen import load_embedding_and_head
 from services.drafter.group import Group
+from services.drafter.loss import loss_head
 from services.drafter.model import DraftModel
 from services.drafter.optimizer import MasterAdamW
 from services.drafter.snapshots import Snapshots
@@ -30,18 +32,20 @@ def main(actor: Actor) -> None:
         torch.cuda.set_device(device)
     layout = SlotLayout.of(config)
     rings = [RingReader(fd, layout, config.ring.num_slots) for fd in actor.args.ring_fds]
-    frozen = load_embedding_and_head(config, device)
+    embedding, head = load_embedding_and_head(config, device)
     model = DraftModel(config, device)
     welcome = actor.join()
     optimizer = MasterAdamW(model, config.train, welcome.num_steps, num_sums(config.draft.block_size) + 1)
-    config = settle_anchors(actor, Trainee(model, frozen, optimizer), welcome.tokens_per_batch)
+    trainee = Trainee(model, (embedding, loss_head(head, config.train.head)), optimizer)
+    config = settle_anchors(actor, trainee, welcome.tokens_per_batch)
     snapshots = Snapshots(actor.run_dir, config, welcome.plan_hash, actor.index)
     if actor.index == 0:
         checkpoint.clean(actor.run_dir)
     fetcher = Fetcher(actor, rings, device, welcome.plan_hash)
     group = Group(actor, device)
     try:
-        Trainer(actor, config, model, frozen, optimizer, snapshots, group).run(fetcher)
+        evaluator = Evaluator(model, (embedding, head), config)
+        Trainer(actor, config, trainee, evaluator, snapshots, group).run(fetcher)
     finally:
         fetcher.stop()
         group.leave()

@@ -15,7 +15,7 @@ from torch import Tensor
 from common.config import Config
 from services.drafter.anchors import Blocks
 from services.drafter.attention import Attend, make_attention
-from services.drafter.loss import decay_weights, dpace_weights, frozen_head_loss
+from services.drafter.loss import Head, decay_weights, dpace_weights, frozen_head_loss
 from services.drafter.model import DraftModel
 from services.drafter.upload import upload
 from services.drafter.visibility import BlockPlaces, Ints, key_runs
@@ -41,14 +41,14 @@ def num_sums(block_size: int) -> int:
 
 
 def block_loss(
-    model: DraftModel, embed_weight: Tensor, head_weight: Tensor, batch: PackedBatch, blocks: Blocks, config: Config
+    model: DraftModel, embed_weight: Tensor, head: Head, batch: PackedBatch, blocks: Blocks, config: Config
 ) -> Tensor:
     """The loss of one batch and what is counted with it; never waits for the device.
 
     Args:
         model: the draft model.
         embed_weight: [V, H], the target's.
-        head_weight: [V, H], the target's.
+        head: [V, H], the target's.
         batch: features and positions.
         blocks: from `anchors.choose_blocks`.
         config: the loss and its decay.
@@ -64,7 +64,7 @@ def block_loss(
     wanted[: len(block)] = block * (num_slots + 1) + slot + 1
     hidden = block_hidden(model, embed_weight, batch, blocks, config, wanted)[: len(block)]
     labels = upload(blocks.labels[blocks.label_mask], device)
-    losses, predictions = frozen_head_loss(hidden, head_weight, labels, HEAD_CHUNK_ROWS)
+    losses, predictions = frozen_head_loss(hidden, head, labels, HEAD_CHUNK_ROWS)
 
     places, label_mask = upload(block * num_slots + slot, device), upload(blocks.label_mask, device)
     correct = _on_grid(predictions == labels, places, label_mask)

@@ -17,14 +17,14 @@ from common.lifecycle import Actor, StoppedError
 from common.messages import BatchInfo
 from common.stopwatch import Stopwatch
 from services.drafter.anchors import choose_blocks
+from services.drafter.budget import Trainee
 from services.drafter.evaluator import Evaluator
 from services.drafter.fetch import Fetched, Fetcher
 from services.drafter.flops import batch_flops
 from services.drafter.group import Group, GroupBrokenError
 from services.drafter.journal import Journal, StepCost, StepFigures
-from services.drafter.model import DraftModel
 from services.drafter.noise import add_noise
-from services.drafter.optimizer import MasterAdamW, learning_rate
+from services.drafter.optimizer import learning_rate
 from services.drafter.profiler import StepProfiler
 from services.drafter.quarantine import BatchFacts, QuarantinedStep, collect_facts, quarantine
 from services.drafter.snapshots import Snapshots
@@ -41,22 +41,19 @@ class Trainer:
         self,
         actor: Actor,
         config: Config,
-        model: DraftModel,
-        frozen: tuple[torch.Tensor, torch.Tensor],
-        optimizer: MasterAdamW,
+        trainee: Trainee,
+        evaluator: Evaluator,
         snapshots: Snapshots,
         group: Group,
     ) -> None:
         self._actor = actor
         self._config = config
-        self._model = model
-        self._embedding, self._head = frozen
-        self._optimizer = optimizer
+        self._model, (self._embedding, self._head), self._optimizer = trainee
+        self._evaluator = evaluator
         self._snapshots = snapshots
         self._group = group
-        self._journal = Journal(self._embedding.device, len(optimizer.gradients.sums), config.accumulation)
+        self._journal = Journal(self._embedding.device, len(trainee.optimizer.gradients.sums), config.accumulation)
         self._profiler = StepProfiler(actor.run_dir / "profile" / f"{actor.name}.json", config.train.profile_steps)
-        self._evaluator = Evaluator(model, frozen, config)
         self._evaluated_at = _NOWHERE  # the position right after the last evaluation
         self._position = _NOWHERE  # the first batch of the sequence that is not in the weights
         self._is_half_taken = False  # the weights are neither this rank's nor another's
