@@ -42,7 +42,7 @@ class Request(NamedTuple):
         model: the target of the engine; None for that of the run.
         data: a prepared data set; None for the run's evaluation samples, or made-up ids.
         step: of the run's checkpoint; None for the newest.
-        num_documents: at most.
+        num_documents: shared among the evaluation sets, of each as many.
         max_tokens: of a document.
         device: of the target.
         trials: whether to draft again under other settings.
@@ -92,7 +92,7 @@ def run_both(request: Request) -> Outcome:
         folder = read_folder(path)
     config = _config(folder, run, request.model)
     _check_fits(folder, config)
-    documents = _documents(request, folder, config, run)
+    documents = _documents(request, folder, config)
     other = None if reference in (TRAINING, TRANSFORMERS) or is_run(Path(reference)) else read_folder(Path(reference))
     outcome = _run_engine(request, folder, other, config, documents)  # frees the whole target before it loads another
     if is_run(Path(reference)):
@@ -149,7 +149,9 @@ def _checkpoint(run: Path, config: Config, step: int | None) -> tuple[int, Mappi
 
 def _config(folder: Folder, run: Path | None, model: Path | None) -> Config:
     """A configuration that names the engine's target, in float32, and the drafter of `folder` as it would be trained."""
-    if model is not None:
+    if run is not None:
+        config = configuration.read(run)
+    elif model is not None:
         config = Config(
             model=ModelConfig(path=str(model)),
             draft=DraftConfig(mask_token_id=folder.mask_token_id),
@@ -158,13 +160,12 @@ def _config(folder: Folder, run: Path | None, model: Path | None) -> Config:
             targets=TargetsConfig(devices=["cpu"]),
             drafters=ActorsConfig(devices=["cpu"]),
         )
-    elif run is not None:
-        config = configuration.read(run)
     else:
         raise ModelError("--model: needed the folder of the target, found none; only a run names its own")
     change = msgspec.structs.replace
-    shape = read_target_shape(Path(config.model.path).expanduser())
-    return change(config, model=change(config.model, dtype="float32"), draft=_draft_config(folder), target_shape=shape)
+    target = change(config.model, dtype="float32") if model is None else ModelConfig(path=str(model), dtype="float32")
+    shape = read_target_shape(Path(target.path).expanduser())
+    return change(config, model=target, draft=_draft_config(folder), target_shape=shape)
 
 
 def _draft_config(folder: Folder) -> DraftConfig:
@@ -205,13 +206,12 @@ def _check_fits(folder: Folder, config: Config) -> None:
         raise CheckpointError(f"{folder.path} does not fit this target: {'; '.join(lines)}")
 
 
-def _documents(request: Request, folder: Folder, config: Config, run: Path | None) -> list[Document]:
+def _documents(request: Request, folder: Folder, config: Config) -> list[Document]:
     """Samples where there are any, else made-up ids that are long enough for a window to matter."""
-    data = request.data
-    if data is None and run is not None and config.data.eval_path:
-        data = Path(config.data.eval_path).expanduser()
-    if data is not None:
-        return read_documents(data, request.num_documents, request.max_tokens)
+    held_out = [Path(path).expanduser() for path in config.data.eval_sets.values()]
+    if sets := [request.data] if request.data else held_out:
+        share = -(-request.num_documents // len(sets))
+        return [document for path in sets for document in read_documents(path, share, request.max_tokens)]
     if request.trials:
         raise DataError(
             "--trials: needed --data with answers of the target, found none; acceptance of made-up ids says nothing"

@@ -12,10 +12,13 @@ from safetensors.torch import load_file, save_file
 
 from common import config as configuration
 from launch.parity.__main__ import main
+from services.drafter.checkpoint import draft_identity, load_weights
+from services.drafter.export import export
 from tests.launch.parity_runs import edit_config, edit_tensor, finish_run, make_run, remove_tensor
 
 ROOT = Path(__file__).parents[2]
 FULL = ["draft.layer_types=[]", "draft.sliding_window=0"]
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 1024}
 KINDS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "mixed layers": ([], {}),
     "full layers": (FULL, {}),
@@ -27,6 +30,8 @@ KINDS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "as many keys as queries": (["draft.num_key_value_heads=4"], {}),
     "one key head": (["draft.num_key_value_heads=1"], {}),
     "the last layer tapped": (["draft.tap_layers=[1, 4]"], {}),
+    "a target with YaRN": ([], {"rope_parameters": YARN}),
+    "a padded vocabulary": ([], {"vocab_size": 96}),
     "trained in bfloat16": (["draft.dtype='bfloat16'", "model.dtype='bfloat16'"], {}),
 }
 
@@ -88,10 +93,23 @@ def test_a_folder_beside_another_on_made_up_tokens(tmp_path: Path, capsys: pytes
     assert report["cause"].endswith(": norm.weight")
 
 
+def test_several_evaluation_sets_share_the_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run")
+    sets = {name: str(run / "data" / name) for name in ("train", "eval")}
+    edit_config(run, data={"eval_path": "", "eval_paths": sets})
+    code, report = compare(capsys, run, "--num-documents", "3")
+    assert (code, report["num_blocks"]) == (0, 12)
+
+
 def test_the_layouts_of_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run")
     written = json.loads((run / "export/config.json").read_text())
     own = written.pop("dflash_config")
+    config = configuration.read(run)
+    _, weights = load_weights(run / "checkpoints/step-00000003", draft_identity(config))
+    export(tmp_path / "exported", config, weights, 3, None, "speculators")
+    code, report = compare(capsys, tmp_path / "exported", "--reference", run)
+    assert (code, report["doubts"]) == (0, [])
     speculators = {
         "speculators_model_type": "dflash",
         "transformer_layer_config": written,

@@ -209,7 +209,8 @@ def test_beside_the_target_alone_what_contradicts_it_is_named(
 def test_a_random_head(untouched: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(untouched / "target", tmp_path / "target")
     edit_tensor(tmp_path / "target", "lm_head.weight", lambda weight: torch.randn_like(weight) * weight.std())
-    code, report = compare(capsys, untouched, "--model", tmp_path / "target")
+    code, report = compare(capsys, untouched, "--model", tmp_path / "target", "--num-documents", "3")
+    assert report["num_blocks"] == 9  # the run's samples
     assert (code, report["first_difference"]) == (1, "logits")
     assert "the hidden states agree, so the head differs: it is unlike the needed one: random" in report["cause"]
 
