@@ -33,6 +33,7 @@ RECOVERY_TIMEOUT_S = 300
 SETTLE_STEPS = 5  # before the first is counted: kernels are compiled and the ring is full by then
 ACTORS = ("target-0", "drafter-0", "exchange")
 Rows = Iterator[tuple[str, str]]
+StepTimes = dict[int, float]  # step -> when it was done, on some clock
 
 
 class River:
@@ -41,20 +42,14 @@ class River:
     def __init__(self, trial: Trial, gpus: GpuMonitor, counts: TokenCounts) -> None:
         self.trial = trial
         self.gpus = gpus
-        self.rate = 0.0  # tokens/s, while nothing was disturbed
-        self._counts = counts
+        self.counts = counts
+        self.times: StepTimes = {}  # while nothing was disturbed
         self._process = trial.start()
         self.observation = Observation(self._process, trial.run_dir)
 
     def await_step(self, step: int, timeout_s: float) -> None:
         """Return when the drafter has written of this step."""
         self.observation.wait_until(lambda: any(line.step >= step for line in self.observation.steps()[-1:]), timeout_s)
-
-    def tokens_per_s(self, start_s: float, end_s: float) -> float:
-        """Of the steps whose lines fall into this time."""
-        steps = [line for line in self.observation.steps() if start_s <= line.time_s <= end_s]
-        first, last = steps[0], steps[-1]
-        return self._counts.of_steps(first.step + 1, last.step) / (last.time_s - first.time_s)
 
     def end(self) -> None:
         """End it at once."""
@@ -88,9 +83,10 @@ def steady_state(river: River, start_s: float, end_s: float) -> Rows:
     """Speed and balance of a time in which nothing was disturbed."""
     looks = river.observation.between(start_s, end_s)
     steps = [line for line in river.observation.steps() if start_s <= line.time_s <= end_s]
-    river.rate = river.tokens_per_s(start_s, end_s)
+    river.times = {line.step: line.time_s for line in steps}
+    num_tokens = river.counts.of_steps(steps[0].step + 1, steps[-1].step)
     yield "steps counted", f"{len(steps)}"
-    yield "tokens/s, end to end", f"{river.rate:.0f}"
+    yield "tokens/s, end to end", f"{num_tokens / (steps[-1].time_s - steps[0].time_s):.0f}"
     periods = [after.time_s - before.time_s for before, after in itertools.pairwise(steps)]
     yield "seconds from step to step", f"median {statistics.median(periods):.3f}, longest {max(periods):.3f}"
     waiting = [(look.status.targets_waiting, look.status.drafters_waiting) for look in looks]
@@ -167,38 +163,42 @@ def soundness(river: River, num_returns: int) -> Rows:
     yield "restarts", f"{river.observation.looks[-1].status.restarts}"
 
 
-def targets_alone(workload: Workload, duration_s: float) -> float:
-    """Tokens/s of the targets when every slot is free again at once."""
-    with Stage(workload.config, "targets") as stage:
+def targets_alone(workload: Workload, duration_s: float) -> StepTimes:
+    """What the targets make when every slot is free again at once."""
+    size, config = workload.config.plan.batches_per_step, workload.config
+    with Stage(config, "targets") as stage:
         targets = [*stage.start("exchange"), *stage.start("target")]
-        drain, counts = Drain(stage.run_dir), TokenCounts(stage.config, stage.run_dir)
+        drain = Drain(stage.run_dir)
         stage.await_ready(targets)
-        while len(drain.taken) < SETTLE_STEPS:
+        while len(drain.taken) < SETTLE_STEPS * size:
             stage.check()
             time.sleep(0.1)
         time.sleep(duration_s)
         stage.check()
-        taken = drain.taken[SETTLE_STEPS - 1 :]
         drain.close()
-    return sum(counts.of_batch(batch) for batch, _ in taken[1:]) / (taken[-1].time_s - taken[0].time_s)
+    times = {(batch + 1) // size: time_s for batch, time_s in drain.taken if (batch + 1) % size == 0}
+    return {step: time_s for step, time_s in times.items() if step >= SETTLE_STEPS}
 
 
-def drafters_alone(workload: Workload, duration_s: float) -> float:
-    """Tokens/s of the drafters when every batch is there already."""
+def drafters_alone(workload: Workload, duration_s: float) -> StepTimes:
+    """What the drafters train on when every batch is there already."""
     with Stage(workload.config, "drafters") as stage:
-        counts = TokenCounts(stage.config, stage.run_dir)
         train(stage, lambda: _lasted_s(stage.run_dir) > duration_s)
-        steps = [line for line in read_steps(stage.run_dir) if line.step >= SETTLE_STEPS]
-    return counts.of_steps(steps[0].step + 1, steps[-1].step) / (steps[-1].time_s - steps[0].time_s)
+        return {line.step: line.time_s for line in read_steps(stage.run_dir) if line.step >= SETTLE_STEPS}
 
 
-def sides(workload: Workload, duration_s: float, rate: float) -> Rows:
-    """Each side alone, and what the run reaches of the slower one."""
-    targets = targets_alone(workload, duration_s)
-    yield "tokens/s, targets alone", f"{targets:.0f}"
-    drafters = drafters_alone(workload, duration_s)
-    yield "tokens/s, drafters alone, from resident slots", f"{drafters:.0f}"
-    yield "end to end over the slower side (wanted 0.97)", f"{rate / min(targets, drafters):.3f}"
+def sides(workload: Workload, duration_s: float, river: River) -> Rows:
+    """Each side alone, and what the run reaches of the slower one; every comparison is over the same batches."""
+    reached = []
+    for what, alone in (("targets alone", targets_alone), ("drafters alone, from resident slots", drafters_alone)):
+        times = alone(workload, duration_s)
+        common = sorted(times.keys() & river.times.keys())
+        first, last = common[0], common[-1]
+        num_tokens = river.counts.of_steps(first + 1, last)
+        yield f"tokens/s, {what}", f"{num_tokens / (times[last] - times[first]):.0f} (steps {first + 1} to {last})"
+        reached.append((times[last] - times[first]) / (river.times[last] - river.times[first]))
+        yield f"end to end over {what}", f"{reached[-1]:.3f}"
+    yield "end to end over the slower side (wanted 0.97)", f"{max(reached):.3f}"
 
 
 def _lasted_s(run_dir: Path) -> float:
@@ -226,7 +226,7 @@ def main(arguments: list[str]) -> int:
             print(f"{'anchors of a batch, chosen by the run':58} {budget.anchors_per_batch}", flush=True)
             workload = workload.with_settings([f"train.anchors_per_batch={budget.anchors_per_batch}"])
         if options.alone_s:
-            for what, value in sides(workload, options.alone_s, river.rate):
+            for what, value in sides(workload, options.alone_s, river):
                 print(f"{what:58} {value}", flush=True)
     return 0
 

@@ -18,12 +18,12 @@ def test_a_run_is_measured_disturbed_and_each_side_alone(capsys: pytest.CaptureF
     auto = ["--set", "train.anchors_per_batch=auto"]
     assert river.main([*arguments, "--minutes", "0.05", "--kills", "exchange", "--steps", "40", *auto]) == 0
     table = read_table(capsys.readouterr().out)
-    rates = [float(value) for name, value in table.items() if name.startswith("tokens/s")]
+    rates = [int(value.split()[0]) for name, value in table.items() if name.startswith("tokens/s")]
     assert len(rates) == 3
     assert min(rates) > 0
     assert int(table["anchors of a batch, chosen by the run"]) > 0
-    ratio = float(table["end to end over the slower side (wanted 0.97)"])
-    assert ratio == pytest.approx(rates[0] / min(rates[1:]), abs=1e-3)
+    reached = [float(value) for name, value in table.items() if name.startswith("end to end over")]
+    assert reached[2] == max(reached[:2])
     assert float(table["exchange killed: back at work after"].removesuffix(" s")) > 0
     steps = re.fullmatch(r"yes: (\d+) steps, 0 times back", table["every step once, in order"])
     assert steps is not None
