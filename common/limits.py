@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from common.config import ActorsConfig, Config, DraftConfig, PlanConfig
     from common.target_shape import TargetShape
 
-_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
+_DEVICE = re.compile(r"cpu|cuda:\d+")
 
 
 def check(config: "Config") -> None:
@@ -54,7 +54,7 @@ def _check_finite(value: object, key: str) -> None:
 def _check_actors(actors: "ActorsConfig", key: str) -> None:
     _need(bool(actors.devices), f"{key}.devices", "at least one device", "none")
     for device in actors.devices:
-        _need(_DEVICE.fullmatch(device) is not None, f"{key}.devices", "cpu, cuda or cuda:N", device)
+        _need(_DEVICE.fullmatch(device) is not None, f"{key}.devices", "cpu or cuda:N", device)
     _need(actors.num_threads >= 1, f"{key}.num_threads", "at least 1", actors.num_threads)
 
 

@@ -35,8 +35,8 @@ def random_run(shape: str, num_tokens: int, settings: Sequence[str] = ()) -> Con
             f"plan.bucket_lengths=[{num_tokens}]",
             f"plan.max_tokens_per_batch={num_tokens}",
             "plan.batches_per_step=1",
-            'targets.devices=["cuda"]',
-            'drafters.devices=["cuda"]',
+            'targets.devices=["cuda:0"]',
+            'drafters.devices=["cuda:0"]',
             *settings,
         ],
     )

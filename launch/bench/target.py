@@ -246,8 +246,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--plain", action="store_true", help="also the whole model in transformers")
     parser.add_argument("--set", dest="overrides", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
     options = parser.parse_args(arguments)
-    device = "cpu" if options.shape == "tiny" else "cuda"
-    if device == "cuda" and not torch.cuda.is_available():
+    device = "cpu" if options.shape == "tiny" else "cuda:0"
+    if device != "cpu" and not torch.cuda.is_available():
         print("bench target: needed a CUDA GPU, found none")
         return 2
     settings = [
@@ -258,7 +258,7 @@ def main(arguments: list[str]) -> int:
         'drafters.devices=["cpu"]',
         *options.overrides,
     ]
-    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    name = torch.cuda.get_device_name() if device != "cpu" else "CPU"
     print(f"{name}, torch {torch.__version__}, {' '.join(arguments)}", flush=True)
     with Stage(random_run(options.shape, options.length, settings), "target") as stage:
         stage.await_ready(stage.start("exchange"))

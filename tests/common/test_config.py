@@ -59,8 +59,9 @@ def qwen3_6_27b(folder: Path) -> Path:
     [
         ("targets.devices=[]", "targets.devices: needed at least one device, found none"),
         ("drafters.devices=[]", "drafters.devices: needed at least one device, found none"),
-        ("targets.devices=['gpu']", "targets.devices: needed cpu, cuda or cuda:N, found gpu"),
-        ("drafters.devices=['cpu', 'cuda:']", "drafters.devices: needed cpu, cuda or cuda:N, found cuda:"),
+        ("targets.devices=['gpu']", "targets.devices: needed cpu or cuda:N, found gpu"),
+        ("targets.devices=['cuda']", "targets.devices: needed cpu or cuda:N, found cuda"),
+        ("drafters.devices=['cpu', 'cuda:']", "drafters.devices: needed cpu or cuda:N, found cuda:"),
         ("targets.num_threads=0", "targets.num_threads: needed at least 1, found 0"),
         ("drafters.num_threads=-1", "drafters.num_threads: needed at least 1, found -1"),
         ("train.noise_scale=inf", "train.noise_scale: needed a finite number, found inf"),

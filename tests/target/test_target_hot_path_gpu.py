@@ -35,7 +35,7 @@ from services.target.warmup import WarmUp
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
 
-GPU = torch.device("cuda")
+GPU = torch.device("cuda:0")
 NUM_SLOTS = 4
 BUCKETS, BUDGET = [256, 1024], 8192
 TAPS = [0, 2, 3]
@@ -56,8 +56,8 @@ def make_config(folder: Path, layout: str = "packed", max_tokens: int = BUDGET) 
         data=DataConfig(),
         plan=PlanConfig(bucket_lengths=BUCKETS, max_tokens_per_batch=max_tokens, batches_per_step=1),
         ring=RingConfig(num_slots=NUM_SLOTS, layout=layout),  # type: ignore[arg-type]
-        targets=TargetsConfig(devices=["cuda"]),
-        drafters=ActorsConfig(devices=["cuda"]),
+        targets=TargetsConfig(devices=["cuda:0"]),
+        drafters=ActorsConfig(devices=["cuda:0"]),
         target_shape=read_target_shape(folder),
     )
 

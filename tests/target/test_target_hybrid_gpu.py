@@ -16,7 +16,7 @@ from services.target.loading import load_decoder
 from services.target.model import TargetModel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # the kernels' warnings are not ours
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 VOCABULARY = 512
 LENGTHS = [200, 64, 1, 129]
 
@@ -44,8 +44,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
         draft=DraftConfig(mask_token_id=VOCABULARY - 1, tap_layers=[0, 3], dtype="bfloat16"),
         data=DataConfig(synthetic=SyntheticConfig(num_samples=1, num_eval_samples=1, min_length=2, max_length=2)),
         plan=PlanConfig(bucket_lengths=[256], max_tokens_per_batch=1024, batches_per_step=1),
-        targets=TargetsConfig(devices=["cuda"]),
-        drafters=ActorsConfig(devices=["cuda"]),
+        targets=TargetsConfig(devices=["cuda:0"]),
+        drafters=ActorsConfig(devices=["cuda:0"]),
         target_shape=read_target_shape(Path(folder)),
     )
 
