@@ -25,6 +25,23 @@ signatures = [
     for gradient in (False, True)
 ]
 """
+ATTENTION = """
+from services.drafter.attention_kernel import {name}_kernel as kernel
+from services.drafter.swept_attention import Tilings
+tiling = Tilings().{name}
+constants = dict(HEADS=32, GROUP=4, SPLITS=4, D=128, ROWS=tiling.rows, KEYS=tiling.keys)
+integers = {{"runs", "of_rows", "starts", "ends", "sweeps"}}
+numbers = {{"normaliser", "inner"}}
+
+def type_of(name):
+    if name in ("scale", "factor"):
+        return "fp32"
+    if name.startswith("num_") or name.endswith("_stride"):
+        return "i32"
+    return "*i32" if name in integers else "*fp32" if name in numbers else "*bf16"
+
+signatures = [{{name: constants.get(name) or type_of(name) for name in kernel.arg_names}}]
+"""
 COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
@@ -39,7 +56,14 @@ for signature in signatures:
 """
 
 
-@pytest.mark.parametrize(("program", "names"), [(PACK, ["_pack"] * 3), (CROSS_ENTROPY, ["_cross_entropy"] * 2)])
+@pytest.mark.parametrize(
+    ("program", "names"),
+    [
+        (PACK, ["_pack"] * 3),
+        (CROSS_ENTROPY, ["_cross_entropy"] * 2),
+        *((ATTENTION.format(name=name), [f"{name}_kernel"]) for name in ("output", "of_query", "of_keys")),
+    ],
+)
 def test_kernels_compile(program: str, names: list[str], tmp_path: Path) -> None:
     """In a process of its own, with an empty cache and without the interpreter that the other tests use."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -60,8 +60,9 @@ def block_loss(
     """
     device, (num_blocks, num_slots) = batch.hidden_states.device, blocks.labels.shape
     block, slot = np.nonzero(blocks.label_mask)
-    wanted = np.zeros(num_blocks * num_slots, dtype=np.int64)  # a constant number; what is not labelled is row 0
-    wanted[: len(block)] = block * (num_slots + 1) + slot + 1
+    labelled = block * (num_slots + 1) + slot + 1
+    filling = labelled[-1:] if len(labelled) else [0]  # the number is constant; what comes last sees what its neighbours see
+    wanted = np.append(labelled, np.repeat(filling, num_blocks * num_slots - len(labelled)))
     hidden = block_hidden(model, embed_weight, batch, blocks, config, wanted)[: len(block)]
     labels = upload(blocks.labels[blocks.label_mask], device)
     losses, predictions = frozen_head_loss(hidden, head, labels, HEAD_CHUNK_ROWS)
