@@ -3,6 +3,8 @@
 G groups (set and category of a sample), B block size.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from msgspec.structs import asdict
@@ -12,7 +14,6 @@ from common.config import Config
 from common.held_out import HeldOut
 from services.drafter.anchors import Ints
 from services.drafter.evaluation import evaluate_batch, summarise, with_features_of_another_document
-from services.drafter.group import Group
 from services.drafter.model import DraftModel
 from services.drafter.step import PackedBatch
 
@@ -52,10 +53,10 @@ class Evaluator:
         np.add.at(self._mine, self._group_of[batch.sample_ids], self._measure(batch))
         self._mine[-1] += self._measure(with_features_of_another_document(batch)).sum(0)
 
-    def close(self, group: Group, step: int, stopping: bool) -> bool:
-        """Add up over all ranks; returns whether any rank was told to stop."""
+    def close(self, add_up: Callable[[torch.Tensor], torch.Tensor], step: int, stopping: bool) -> bool:
+        """Add up over all ranks through `add_up`; returns whether any rank was told to stop."""
         mine = np.append(self._mine, int(stopping))
-        total = group.add_up(torch.from_numpy(mine).to(self.rounds.device))
+        total = add_up(torch.from_numpy(mine).to(self.rounds.device))
         self.rounds.copy_(total[:-1].view(self.rounds.shape))
         self.step = step
         return bool(total[-1].item())

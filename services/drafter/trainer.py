@@ -177,7 +177,7 @@ class Trainer:
                     self._evaluator.add(fetched.batch)
             num_places += self._config.plan.batches_per_step
             group = None if group.info.closes else self._next(fetcher)
-        self._stop_requested = self._evaluator.close(self._group, first.info.step, self._actor.stopping)
+        self._stop_requested = self._evaluator.close(self._group.add_up, first.info.step, self._actor.stopping)
         evaluation = self._snapshots.evaluation = self._evaluator.result()
         assert evaluation is not None
         self._position += num_places

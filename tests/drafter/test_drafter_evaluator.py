@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,11 +21,9 @@ LENGTHS = [20, 9, 14, 30, 12]
 SETS = {"code": ["python", "", "python"], "chat": ["", ""]}
 
 
-class Alone:
-    """A group of one."""
-
-    def add_up(self, values: torch.Tensor) -> torch.Tensor:
-        return values
+def alone(values: torch.Tensor) -> torch.Tensor:
+    """The sum over a group of one."""
+    return values
 
 
 @pytest.fixture
@@ -62,8 +59,7 @@ def test_every_sample_counts_in_its_set_and_category(config: Config) -> None:
         evaluator.begin()
         for batch in batches:
             evaluator.add(batch)
-        group: Any = Alone()
-        assert evaluator.close(group, step=7, stopping=True)
+        assert evaluator.close(alone, step=7, stopping=True)
     found = evaluator.result()
     assert found is not None and found.step == 7
     assert totals(found) == totals(summarise(expected.sum(0)))
@@ -80,8 +76,7 @@ def test_every_sample_counts_in_its_set_and_category(config: Config) -> None:
 def test_what_is_handed_over_is_the_result(config: Config) -> None:
     evaluator, successor = (Evaluator(DraftModel(config), frozen_weights(), config) for _ in range(2))
     evaluator.add(batch_of([0, 1, 2, 3, 4]))
-    group: Any = Alone()
-    assert not evaluator.close(group, step=3, stopping=False)
+    assert not evaluator.close(alone, step=3, stopping=False)
     successor.rounds.copy_(evaluator.rounds)
     successor.step = evaluator.step
     assert successor.result() == evaluator.result()

@@ -2,16 +2,24 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+import torch
 
+from common import config as configuration
 from common.acceptance import find_best
 from common.dataset import Dataset, DatasetWriter
 from common.metrics import read_metrics
 from launch import prepare
+from launch import walk as walking
+from launch.walk import walk
+from services.drafter.checkpoint import checkpoint_folder, draft_identity, load_weights
+from services.drafter.model import DraftModel
 from tests.launch.launched_runs import CONFIG, LaunchedRun
 from tests.launch.tiny_chat_model import save_chat_model
 
@@ -70,6 +78,13 @@ def test_sets_and_categories_in_metrics_report_and_summary(config: Path, run: La
     kept = {path.name for path in (run.directory / "checkpoints").iterdir()}
     assert kept == {f"step-{step:08d}" for step in (best["step"], last["step"])}
 
+    config_of_run = configuration.read(run.directory)
+    _, weights = load_weights(checkpoint_folder(run.directory, last["step"]), draft_identity(config_of_run))
+    model = DraftModel(config_of_run)
+    model.load_state_dict(weights)
+    walked = walk(run.directory, config_of_run, model, torch.device("cpu"))
+    assert msgspec.to_builtins(walked) | {"step": last["step"]} == last  # outside of the run, bit for bit
+
     two = LaunchedRun(tmp_path / "two").start(*SETTINGS, 'drafters.devices=["cpu", "cpu"]', config=config)
     try:
         assert two.end() == 0, two.log_tails()
@@ -77,6 +92,23 @@ def test_sets_and_categories_in_metrics_report_and_summary(config: Path, run: La
         two.kill_what_is_left()
     assert evaluations(two) == measured
     assert {path.name for path in (two.directory / "checkpoints").iterdir()} == kept
+
+
+def test_walk_as_typed(
+    config: Path, run: LaunchedRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = (*SETTINGS, "plan.epochs=2", "draft.dtype=bfloat16")  # an export holds the very weights of the last step
+    assert run.start(*settings, config=config).end() == 0, run.log_tails()
+    last = evaluations(run)[-1]
+    monkeypatch.setattr(sys, "argv", ["walk", str(run.directory)])
+    assert walking.main() == 0
+    said = capsys.readouterr().out
+    assert f"acceptance length             {last['acceptance']:.3f} in {last['num_rounds']:,} rounds\n" in said
+    assert f"  with another prompt's hidden states  {last['acceptance_other_prompt']:.3f}\n" in said
+    assert "  mixed/down  " in said
+    monkeypatch.setattr(sys, "argv", ["walk", str(run.directory), "--drafter", str(run.directory / "nowhere")])
+    assert walking.main() == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_both_forms_of_evaluation_sets_at_once_are_refused(config: Path, run: LaunchedRun) -> None:
