@@ -1,6 +1,7 @@
 """A run while it goes on, seen from outside: its own status, the memory of its processes, the lines of its metrics."""
 
 import math
+import statistics
 import subprocess
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from launch.control_messages import Kill, RunStatus
 
 _LOOK_S = 0.25
 _TAIL = 3000  # characters
+_NO_DURATIONS = {"time_s", "tokens_per_s"}
 
 
 class Look(NamedTuple):
@@ -78,6 +80,12 @@ class Observation:
     def steps(self) -> list[StepLine]:
         """What the first drafter wrote of its steps, over all its lives."""
         return read_steps(self.run_dir)
+
+    def medians_s(self, name: str, start_s: float, end_s: float) -> dict[str, float]:
+        """The median of every duration that an actor wrote in a time."""
+        lines = [line for line in read_metrics(self.run_dir, name) if start_s <= line.get("time_s", 0.0) <= end_s]
+        keys = {key for line in lines for key in line if key.endswith("_s") and key not in _NO_DURATIONS}
+        return {key: statistics.median(line.get(key) or 0.0 for line in lines) for key in sorted(keys)}
 
     def between(self, start_s: float, end_s: float) -> list[Look]:
         """The looks of a time."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from common.board import Board, Notice, Phase
 from launch.topology import Topology
 
-_WINDOW_S = 30.0
+WINDOW_S = 30.0  # that the shares look back
 _SAMPLE_S = 1.0
 _BALANCED = 0.1  # shares of waiting time that differ by less
 
@@ -64,7 +64,7 @@ class Pace:
         for spec in self._actors:
             self._add(spec.name, spec.role, self._board.read(spec.place))
         self._samples.append(_Sample(now, dict(self._num_tokens), dict(self._waited_s)))
-        while len(self._samples) > 2 and self._samples[1].time_s <= now - _WINDOW_S:
+        while len(self._samples) > 2 and self._samples[1].time_s <= now - WINDOW_S:
             self._samples.popleft()
         step = self.lead.step
         if step and (self._first_step is None or step < self._first_step[1]):

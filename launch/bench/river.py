@@ -24,6 +24,7 @@ from launch.drain import Drain
 from launch.feed import train
 from launch.gpu_monitor import GpuMonitor
 from launch.observation import Look, Observation, read_steps
+from launch.pace import WINDOW_S
 from launch.stage import Stage
 from launch.trial import Trial
 from launch.workload import SHAPES, TokenCounts, Workload
@@ -89,14 +90,18 @@ def steady_state(river: River, start_s: float, end_s: float) -> Rows:
     yield "tokens/s, end to end", f"{num_tokens / (steps[-1].time_s - steps[0].time_s):.0f}"
     periods = [after.time_s - before.time_s for before, after in itertools.pairwise(steps)]
     yield "seconds from step to step", f"median {statistics.median(periods):.3f}, longest {max(periods):.3f}"
-    waiting = [(look.status.targets_waiting, look.status.drafters_waiting) for look in looks]
+    settled = [look for look in looks if look.time_s > start_s + WINDOW_S] or looks[-1:]
+    waiting = [(look.status.targets_waiting, look.status.drafters_waiting) for look in settled]
     targets, drafters = ([share for share in side if share is not None] for side in zip(*waiting, strict=True))
     yield "waiting, share of the time", f"targets {statistics.mean(targets):.1%}, drafters {statistics.mean(drafters):.1%}"
-    verdicts = Counter(look.status.verdict for look in looks)
+    verdicts = Counter(look.status.verdict for look in settled)
     yield "verdict", f"{looks[-1].status.verdict} ({', '.join(f'{n} x {verdict}' for verdict, n in verdicts.items())})"
     yield "slots ready or being read, on average", f"{statistics.mean(map(ring_fill, looks)):.1%}"
     for index, samples in sorted(river.gpus.between(start_s, end_s).items()):
         yield f"GPU {index} busy (nvidia-smi)", f"{statistics.mean(sample.busy for sample in samples):.1%}"
+    for name in ("target-0", "drafter-0"):
+        medians_s = river.observation.medians_s(name, start_s, end_s)
+        yield f"{name}, medians in ms", ", ".join(f"{key.removesuffix('_s')} {s * 1e3:.1f}" for key, s in medians_s.items())
     yield from growth(river, start_s, end_s, "over this time")
 
 
