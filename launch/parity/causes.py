@@ -150,7 +150,7 @@ def _weights(verdict: Verdict, needed: Side, found: Side) -> str:
     names = [name for name in needed.tensors if _belongs(name, verdict.stage, verdict.place.where)]
     differing = [name for name in names if _differs(needed.tensors[name], found.tensors.get(name))]
     if not differing:
-        return "the weights of this stage agree, so the arithmetic differs: eps, the number of heads, or their order"
+        return "the weights of this stage agree, so the arithmetic differs: rms_norm_eps, hidden_act, or the order of heads"
     constant = [name for name in differing if name in found.tensors and _is_constant(found.tensors[name])]
     if constant:
         value = float(found.tensors[constant[0]].flatten()[0])

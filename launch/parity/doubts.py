@@ -27,7 +27,7 @@ def find_doubts(folder: Folder, shape: TargetShape, special_ids: Collection[int]
         documents: text of the target.
     """
     content, mask, ids = folder.content, folder.mask_token_id, folder.target_layer_ids
-    doubts = []
+    doubts = list(folder.foreign)
     if mask in special_ids:
         doubts.append(f"mask_token_id {mask} is a beginning, end or padding token of the target, so text may contain it")
     elif any(bool((document.input_ids == mask).any()) for document in documents):

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import Qwen3Config
+from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common.errors import CheckpointError
 from common.target_shape import default_tap_layers
 from common.weights import locate_tensors, read_tensors
-from services.drafter.layouts import Layout, detect
+from services.drafter.layouts import Layout, detect, find_foreign
 
 DEFAULT_THETA = 10000.0  # what transformers takes where a config.json names no theta
 _PREFIX = "model."
@@ -52,10 +53,15 @@ class Rope(NamedTuple):
 
 
 class Folder(NamedTuple):
-    """What an engine knows of a drafter. `content` is config.json in z-lab's layout, `tensors` are float32 under its names."""
+    """What an engine knows of a drafter.
+
+    `content` is config.json in z-lab's layout, `foreign` what it states that no drafter of ours does, one sentence each;
+    `tensors` are float32, under z-lab's names.
+    """
 
     path: Path
     content: dict[str, Any]
+    foreign: list[str]
     block_size: int
     mask_token_id: int
     target_layer_ids: list[int]
@@ -64,6 +70,7 @@ class Folder(NamedTuple):
     num_key_value_heads: int
     head_dim: int
     eps: float
+    activation: str
     rope: Rope
     other_rope: Rope | None  # by the other of the two schemas, where config.json has both
     tensors: dict[str, Tensor]
@@ -76,15 +83,16 @@ def read_folder(path: Path) -> Folder:
         CheckpointError: unreadable, or a key or a tensor that every engine needs is missing.
         ModelError: no weights.
     """
-    tensors, layout, content = _read(path)
+    tensors, layout, written = _read(path)
     try:
-        content = _in_one_layout(content, layout, tensors)
+        content = _in_one_layout(written, layout, tensors)
         own, heads, num_layers = content["dflash_config"], content["num_attention_heads"], content["num_hidden_layers"]
         head_dim = content.get("head_dim") or content["hidden_size"] // heads
         rope, other_rope = _ropes(content, head_dim)
         return Folder(
             path=path,
             content=content,
+            foreign=[f"{key} is {found}, where training has {needed}" for key, needed, found in find_foreign(written, layout)],
             block_size=content["block_size"],
             mask_token_id=own["mask_token_id"],
             target_layer_ids=own["target_layer_ids"],
@@ -93,22 +101,29 @@ def read_folder(path: Path) -> Folder:
             num_key_value_heads=content.get("num_key_value_heads") or heads,
             head_dim=head_dim,
             eps=content.get("rms_norm_eps", 1e-6),
+            activation=_activation(content),
             rope=rope,
             other_rope=other_rope,
             tensors=_complete(path, tensors, num_layers),
         )
     except KeyError as error:
         raise CheckpointError(f"{path / 'config.json'}: needed the key {error}, found none") from error
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path / 'config.json'}: needed the settings of a drafter, found a value that is none: {error}"
+        ) from error
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], Layout, dict[str, Any]]:
     """The tensors by our names, the layout and config.json as it is."""
     try:
-        content: dict[str, Any] = json.loads((path / "config.json").read_text())
+        content = json.loads((path / "config.json").read_text())
     except OSError as error:
         raise CheckpointError(f"{path / 'config.json'}: cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise CheckpointError(f"{path / 'config.json'}: not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path / 'config.json'}: needed an object, found {type(content).__name__}")
     names = sorted(locate_tensors(path))
     layout = detect(content, set(names))
     ours = {name: layout.renamed.get(name, name).removeprefix(_PREFIX) for name in names}
@@ -164,7 +179,7 @@ def _rope(content: dict[str, Any], parameters: dict[str, Any], head_dim: int) ->
         rotated = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
         return default_rope(theta, rotated)
     if kind not in ROPE_INIT_FUNCTIONS:
-        raise CheckpointError(f"rope_type: needed default or one of {', '.join(ROPE_INIT_FUNCTIONS)}, found {kind}")
+        raise ValueError(f"rope_type {kind}")
     config = Qwen3Config(
         head_dim=head_dim,
         hidden_size=content["hidden_size"],
@@ -173,6 +188,13 @@ def _rope(content: dict[str, Any], parameters: dict[str, Any], head_dim: int) ->
         rope_parameters={**parameters, "rope_theta": theta, "rope_type": kind},
     )
     return Rope(*ROPE_INIT_FUNCTIONS[kind](config))
+
+
+def _activation(content: dict[str, Any]) -> str:
+    activation: str = content.get("hidden_act", "silu")
+    if activation not in ACT2FN:
+        raise ValueError(f"hidden_act {activation}")
+    return activation
 
 
 def default_rope(theta: float, num_channels: int) -> Rope:

@@ -88,6 +88,7 @@ def _load(folder: Folder) -> Any:
         num_key_value_heads=folder.num_key_value_heads,
         head_dim=folder.head_dim,
         rms_norm_eps=folder.eps,
+        hidden_act=folder.activation,
         rope_parameters={"rope_type": "default", "rope_theta": content.get("rope_theta"), **parameters},
         layer_types=content.get("layer_types") or ["full_attention"] * len(folder.kinds),
         sliding_window=content.get("sliding_window") or 1,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
 
 from launch.parity.folder import Folder, LayerKind, Rope
 from launch.parity.probe import Document, candidates
@@ -208,7 +209,7 @@ def _layer(folder: Folder, index: int, rows: Tensor, positions: Tensor, context:
     attended = torch.einsum("hqk,khd->qhd", attention, value).flatten(1)
     rows = rows + attended @ weight["self_attn.o_proj.weight"].T
     normed = rms_norm(rows, weight["post_attention_layernorm.weight"], folder.eps)
-    gate = torch.nn.functional.silu(normed @ weight["mlp.gate_proj.weight"].T)
+    gate: Tensor = ACT2FN[folder.activation](normed @ weight["mlp.gate_proj.weight"].T)
     return rows + (gate * (normed @ weight["mlp.up_proj.weight"].T)) @ weight["mlp.down_proj.weight"].T
 
 

@@ -164,7 +164,21 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     remove_tensor(tmp_path / "less", "layers.1.self_attn.k_norm.weight")
     shutil.copytree(target, tmp_path / "headless")
     remove_tensor(tmp_path / "headless", "lm_head.weight")
+    for name, changes in (("rope", {"rope_parameters": {"rope_type": "spiral"}}), ("act", {"hidden_act": "leap"})):
+        shutil.copytree(drafter, tmp_path / name)
+        edit_config(tmp_path / name, **changes)
+    for name, content in (("list", "[]"), ("text", "nothing"), ("odd", '{"dflash_config": 3}')):
+        shutil.copytree(drafter, tmp_path / name)
+        (tmp_path / name / "config.json").write_text(content)
     cases: list[tuple[list[Any], str]] = [
+        ([tmp_path / "rope", "--model", target], "found a value that is none: rope_type spiral"),
+        ([tmp_path / "act", "--model", target], "found a value that is none: hidden_act leap"),
+        ([tmp_path / "list", "--model", target], "list/config.json: needed an object, found list"),
+        ([tmp_path / "text", "--model", target], "text/config.json: not JSON"),
+        (
+            [tmp_path / "odd", "--model", target],
+            "odd/config.json: needed the settings of a drafter, found a value that is none",
+        ),
         ([tmp_path / "nowhere", "--model", target], "nowhere/config.json: cannot be read: No such file or directory"),
         ([drafter], "--model: needed the folder of the target, found none"),
         ([drafter, "--model", tmp_path / "nowhere"], "needed a model folder, found no readable"),

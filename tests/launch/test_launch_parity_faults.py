@@ -119,6 +119,27 @@ FAULTS: dict[str, tuple[Plant, str, str, str, bool]] = {
         "looks causally inside a block, the drafter learnt to look both ways",
         True,
     ),
+    "another eps": (
+        config(rms_norm_eps=0.1),
+        "projection",
+        "document 0",
+        "the weights of this stage agree, so the arithmetic differs: rms_norm_eps",
+        True,
+    ),
+    "another activation": (
+        config(hidden_act="gelu"),
+        "hidden states",
+        "layer 0, document 0",
+        "the weights of this stage agree, so the arithmetic differs: rms_norm_eps, hidden_act",
+        True,
+    ),
+    "a layer left out": (
+        config(num_hidden_layers=2, layer_types=["sliding_attention", FULL]),
+        "keys and values",
+        "",
+        "another shape (keys of layer 2, document 0",
+        False,
+    ),
     "wrong mask token": (
         config(dflash_config={"mask_token_id": 62}),
         "tokens",
