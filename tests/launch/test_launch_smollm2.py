@@ -8,12 +8,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerBase
 
+from common import config as configuration
 from common.dataset import Dataset
 from common.errors import ModelError
-from common.target_shape import read_target_shape
+from common.target_shape import default_tap_layers, read_target_shape
 from launch import prepare
 from launch.chat import load_tokenizer, render
 from launch.smollm2 import DEFAULT_FOLDER, convert, find_gguf
+from tests.launch.launched_runs import ROOT
 from tests.launch.supervised import read_supervised, read_text
 
 pytestmark = pytest.mark.real_model
@@ -78,6 +80,13 @@ def test_the_shape_is_that_of_smollm2_and_the_head_is_tied(folder: Path, model: 
     assert shape.tie_word_embeddings
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert model.dtype == torch.float32
+
+
+def test_its_run_on_a_gpu_fits_it(folder: Path) -> None:
+    config = configuration.load(ROOT / "launch/configs/smollm2_gpu.toml", [f"model.path={folder}"])
+    assert config.draft.tap_layers == default_tap_layers(30, config.draft.num_layers)
+    mask = load_tokenizer(folder).convert_ids_to_tokens(config.draft.mask_token_id)
+    assert mask == "<empty_output>"
 
 
 def test_the_chat_template_and_the_end_token_came_along(tokenizer: PreTrainedTokenizerBase) -> None:
