@@ -8,7 +8,7 @@ In this process with transformers, greedily; or by a server that speaks the Open
 `answer_ids`, or one pair per answer in `answers`. The same command goes on where it was stopped.
 
 On a GPU take batches of hundreds: `--device cuda:0 --batch-size 768`. Memory does not grow with the number of prompts,
-but for the key and the place of every answer (300 bytes).
+but for the key and the place of every answer (350 bytes).
 """
 
 import argparse
