@@ -1,72 +1,103 @@
-"""Shows what a drafter is worth: the same answer decoded plainly and with drafts, by the whole target.
+"""Shows what a drafter is worth: the same answers decoded plainly and with drafts, by the whole target.
 
-    python -m launch.evaluate RUN [--prompt TEXT | --num-prompts N] [--max-new-tokens 48] [--threads 2]
+    python -m launch.evaluate RUN [--prompt TEXT | --prompts FILE ...] [--num-prompts N] [--out DIR]
+    python -m launch.evaluate --model DIR --draft DIR --prompts gsm8k.jsonl --prompts mt-bench.jsonl --device cuda:0
 
-Takes `<run>/export`. Without --prompt the prompts are those of the first samples of the evaluation data set.
-Exit code 0: the same tokens; 1: other tokens; 2: something is missing.
+Takes `<run>/export`, or the drafter of --draft, in any layout that services/drafter/layouts.py knows. Prompts are a
+typed message, files in the forms of launch/prompts.py (a row's `category`, else the name of the file), or held-out
+samples of the run. --out writes evaluation.json and acceptance.png.
+Exit code 0: the same tokens, or answers were sampled; 1: other tokens, ties included; 2: something is missing.
 """
 
 import argparse
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Iterator
+from importlib.metadata import version
 from itertools import zip_longest
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from common import config as configuration
-from common.config import Config
-from common.dataset import Dataset
+from common.config import Config, DType
 from common.errors import DataError, HeadraceError
-from launch.chat import load_tokenizer, render
-from launch.decoding.speculate import Decoding, Limits, decode, speculate
-from launch.full_target import load_full_target, stop_tokens
-from services.drafter.drafter_folder import load_drafter
+from launch.acceptance_picture import draw_acceptance
+from launch.chat import load_tokenizer
+from launch.decoding.cases import Case, file_cases, first_of_each_category, held_out_cases, typed_case
+from launch.decoding.comparison import Comparison, Outcome
+from launch.decoding.pair import Pair, config_of_folders, load_pair, with_dtype
+from launch.decoding.sampling import Sampling
+from launch.decoding.speculate import Decoding, Limits
+from launch.evaluation_report import Report, Setup, make_report
+from launch.full_target import stop_tokens
 
 COLUMN_WIDTH = 56
-Prompt = tuple[str, list[int]]  # where it comes from, and its tokens
 
 
-def evaluate(config: Config, export: Path, prompts: list[Prompt], max_new_tokens: int, device: torch.device) -> bool:
-    """Decode every prompt both ways and print the outcome; True when the tokens are the same everywhere.
+def evaluate(config: Config, drafter: Path, cases: list[Case], left_out: Counter[str], options: argparse.Namespace) -> Report:
+    """Decode every case both ways, print the first answers, and add everything up.
 
-    Raises:
-        HeadraceError: the target or the export is missing or damaged.
-    """
-    draft, target = load_drafter(export, config).to(device), load_full_target(config, device)
-    tokenizer, limits = find_tokenizer(config), Limits(max_new_tokens, stop_tokens(target))
-    pairs = []
-    for name, prompt in prompts:
-        plain = decode(target, [prompt], limits).decodings[0]
-        fast = speculate(target, draft, config.draft, [prompt], limits).decodings[0]
-        print(f"\n{name}, {len(prompt)} tokens\n{side_by_side(show(plain, tokenizer), show(fast, tokenizer))}\n")
-        pairs.append((plain, fast))
-    print("\n".join(summary(pairs, config)))
-    return all(plain.tokens == fast.tokens for plain, fast in pairs)
-
-
-def held_out_prompts(config: Config, num_prompts: int) -> list[Prompt]:
-    """What stands before the first supervised token of the first evaluation samples; at least one token.
+    Args:
+        config: of the target and the draft model.
+        drafter: the folder of the drafter.
+        cases: what to decode.
+        left_out: why rows of prompt files are no cases; what turns out to be impossible is counted with it.
+        options: the command line.
 
     Raises:
-        DataError: the run has no evaluation data set, or it is unreadable.
+        HeadraceError: the target or the drafter is missing or damaged, or nothing could be decoded.
     """
-    if not config.data.eval_path:
-        raise DataError("data.eval_path: needed an evaluation data set, found none; give --prompt")
-    dataset = Dataset.open(Path(config.data.eval_path).expanduser())
-    samples = [(number, dataset.read(number)) for number in range(min(num_prompts, dataset.num_samples))]
-    return [
-        (f"held-out sample {number}", sample.input_ids[: max(int(sample.loss_mask.argmax()), 1)].tolist())
-        for number, sample in samples
-    ]
+    pair, tokenizer = load_pair(config, drafter, options.device), find_tokenizer(config)
+    ends = stop_tokens(pair.target) | ({tokenizer.eos_token_id} if tokenizer and tokenizer.eos_token_id is not None else set())
+    limits = Limits(options.max_new_tokens, ends, Sampling(options.temperature, options.top_p))
+    comparison = Comparison(pair, limits, options.seed, options.batch_size)
+    if options.device.type == "cuda":
+        comparison.warm_up()
+    outcomes, num_shown = [], 0
+    with tqdm(total=len(cases), unit="prompt", disable=None) as progress:
+        for outcome in comparison.run(cases):
+            outcomes.append(outcome)
+            for text in answers(outcome, tokenizer)[: options.show - num_shown]:
+                tqdm.write(text)
+                num_shown += 1
+            progress.update(sum(turn.number == 0 for turn in outcome.turns))
+    left_out += comparison.left_out
+    if not outcomes:
+        raise DataError(f"needed a prompt that can be decoded, found none: {'; '.join(left_out)}")
+    return make_report(setup_of(config, drafter, pair, options), outcomes, dict(left_out))
 
 
-def typed_prompt(config: Config, text: str) -> Prompt:
-    """A user's message through the target's chat template."""
-    tokenizer = load_tokenizer(Path(config.model.path).expanduser())
-    return f'prompt "{text}"', render(tokenizer, [{"role": "user", "content": text}], generation_prompt=True)
+def setup_of(config: Config, drafter: Path, pair: Pair, options: argparse.Namespace) -> Setup:
+    """What is measured, and how."""
+    return Setup(
+        target=Path(config.model.path).name,
+        drafter=drafter.absolute().name,
+        dtype=config.model.dtype,
+        device=torch.cuda.get_device_name(options.device) if options.device.type == "cuda" else "cpu",
+        releases={name: version(name) for name in ("torch", "transformers")},
+        block_size=pair.config.block_size,
+        batch_size=options.batch_size,
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        seed=options.seed,
+    )
+
+
+def choose_cases(config: Config, options: argparse.Namespace) -> tuple[list[Case], Counter[str]]:
+    """What the command line asks for, and what is wrong with other rows of the prompt files."""
+    unusable: Counter[str] = Counter()
+    folder = Path(config.model.path).expanduser()
+    if options.prompt is not None:
+        return [typed_case(load_tokenizer(folder), options.prompt)], unusable
+    if not options.prompts:
+        return held_out_cases(config, options.num_prompts or 1), unusable
+    cases = file_cases(options.prompts, load_tokenizer(folder), unusable)
+    return first_of_each_category(cases, options.num_prompts or len(cases)), unusable
 
 
 def find_tokenizer(config: Config) -> PreTrainedTokenizerBase | None:
@@ -78,6 +109,16 @@ def find_tokenizer(config: Config) -> PreTrainedTokenizerBase | None:
     return tokenizer
 
 
+def answers(outcome: Outcome, tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
+    """Each turn as a heading and both its answers side by side."""
+    texts = []
+    for turn in outcome.turns:
+        columns = side_by_side(show(turn.plain, tokenizer), show(turn.speculative, tokenizer))
+        which = f", turn {turn.number}" if turn.number else ""
+        texts.append(f"\n{turn.case.name}{which}, {len(turn.prompt)} tokens\n{columns}\n")
+    return texts
+
+
 def show(decoding: Decoding, tokenizer: PreTrainedTokenizerBase | None) -> str:
     """The text of an answer, or its token ids where there is no tokenizer."""
     if tokenizer is None:
@@ -87,7 +128,7 @@ def show(decoding: Decoding, tokenizer: PreTrainedTokenizerBase | None) -> str:
 
 def side_by_side(left: str, right: str) -> str:
     """Two columns under their headings, long lines wrapped."""
-    rows = zip_longest(_column("plain greedy", left), _column("speculative", right), fillvalue="")
+    rows = zip_longest(_column("plain", left), _column("speculative", right), fillvalue="")
     return "\n".join(f"{a:{COLUMN_WIDTH}} | {b}".rstrip() for a, b in rows)
 
 
@@ -97,24 +138,6 @@ def _column(heading: str, text: str) -> Iterator[str]:
         yield from textwrap.wrap(line, COLUMN_WIDTH, replace_whitespace=False) or [""]
 
 
-def summary(pairs: list[tuple[Decoding, Decoding]], config: Config) -> list[str]:
-    """Totals over the prompts, plain and speculative."""
-    plain_passes, fast_passes = (sum(each.num_target_passes for each in way) for way in zip(*pairs, strict=True))
-    num_rounds = sum(len(fast.accepted) for _, fast in pairs)
-    emitted = sum(accepted + 1 for _, fast in pairs for accepted in fast.accepted)
-    lines = [
-        f"target passes      plain {plain_passes}, speculative {fast_passes}",
-        f"acceptance length  {emitted / max(num_rounds, 1):.2f} tokens per verification round, {num_rounds} rounds",
-    ]
-    differing = [(index, plain.tokens, fast.tokens) for index, (plain, fast) in enumerate(pairs) if plain.tokens != fast.tokens]
-    for index, plain_tokens, fast_tokens in differing:
-        place = next(i for i, (a, b) in enumerate(zip_longest(plain_tokens, fast_tokens)) if a != b)
-        lines.append(f"prompt {index}: the answers differ from token {place} on")
-    if differing and config.model.dtype != "float32":
-        lines.append(f"in {config.model.dtype} a near tie may fall otherwise when several rows share one pass")
-    return [*lines, f"same tokens        {'no' if differing else 'yes'}"]
-
-
 def _device(text: str) -> torch.device:
     try:
         return torch.device(text)
@@ -122,30 +145,75 @@ def _device(text: str) -> torch.device:
         raise argparse.ArgumentTypeError(f"needed cpu or cuda:N, found {text}") from error
 
 
-def main() -> int:
-    """Read the command line and evaluate."""
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    add = parser.add_argument
+    add("run", type=Path, nargs="?", metavar="RUN", help="run directory")
+    add("--model", type=Path, metavar="DIR", help="a target instead of a run's; with --draft")
+    add("--draft", type=Path, metavar="DIR", help="a drafter folder (default: the run's export)")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", metavar="TEXT", help="a message of a user")
-    source.add_argument("--num-prompts", type=int, default=1, metavar="N", help="held-out prompts (default: %(default)s)")
-    parser.add_argument("--max-new-tokens", type=int, default=48, metavar="N", help="default: %(default)s")
-    parser.add_argument("--device", type=_device, default="cpu", help="default: %(default)s")
-    parser.add_argument("--threads", type=int, default=2, metavar="N", help="of the CPU (default: %(default)s)")
-    arguments = parser.parse_args()
-    for name in ("num_prompts", "max_new_tokens", "threads"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name.replace('_', '-')}: needed at least 1, found {getattr(arguments, name)}")
-    torch.set_num_threads(arguments.threads)
+    source.add_argument("--prompts", action="append", default=[], metavar="FILE", help="of conversations; may be repeated")
+    add("--num-prompts", type=int, metavar="N", help="of each category (default: all of a file, 1 held-out sample)")
+    add("--max-new-tokens", type=int, default=48, metavar="N", help="of an answer (default: %(default)s)")
+    add("--batch-size", type=int, default=1, metavar="N", help="prompts decoded together (default: %(default)s)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: %(default)s)")
+    add("--top-p", type=float, default=1.0, metavar="P", help="of sampling (default: %(default)s)")
+    add("--seed", type=int, default=0, metavar="N", help="of sampling (default: %(default)s)")
+    add("--device", type=_device, default=torch.device("cpu"), help="cpu or cuda:N (default: cpu)")
+    add("--dtype", choices=["float32", "bfloat16"], help="of both models (default: the run's, or float32 on a CPU)")
+    add("--threads", type=int, default=2, metavar="N", help="of the CPU (default: %(default)s)")
+    add("--show", type=int, default=3, metavar="N", help="answers to print (default: %(default)s)")
+    add("--out", type=Path, metavar="DIR", help="write evaluation.json and acceptance.png")
+    arguments = parser.parse_args(argv)
+    _check(parser, arguments)
+    return arguments
+
+
+def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    for name in ("num_prompts", "max_new_tokens", "batch_size", "threads"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')}: needed at least 1, found {value}")
+    if (arguments.run is None) == (arguments.model is None) or (arguments.model is not None and arguments.draft is None):
+        parser.error("needed either RUN, or --model and --draft")
+    if arguments.model is not None and arguments.prompt is None and not arguments.prompts:
+        parser.error("--model: needed --prompt or --prompts, for only a run has held-out samples")
+    if not 0 <= arguments.temperature < float("inf"):
+        parser.error(f"--temperature: needed 0 or more, found {arguments.temperature}")
+    if not 0 < arguments.top_p <= 1:
+        parser.error(f"--top-p: needed more than 0 and at most 1, found {arguments.top_p}")
+    if arguments.device.type == "cuda" and not torch.cuda.is_available():
+        parser.error(f"--device: needed a CUDA device for {arguments.device}, found none")
+
+
+def _configure(options: argparse.Namespace) -> tuple[Config, Path]:
+    """The configuration, and where the drafter is."""
+    if options.run is None:
+        dtype: DType = options.dtype or ("float32" if options.device.type == "cpu" else "bfloat16")
+        return config_of_folders(options.model.expanduser(), options.draft.expanduser(), dtype), options.draft.expanduser()
+    config = configuration.read(options.run)
+    drafter = options.draft.expanduser() if options.draft else options.run / "export"
+    return with_dtype(config, options.dtype) if options.dtype else config, drafter
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Read the command line and evaluate."""
+    options = parse_arguments(argv)
+    torch.set_num_threads(options.threads)
     try:
-        config = configuration.read(arguments.run)
-        typed = arguments.prompt is not None
-        prompts = [typed_prompt(config, arguments.prompt)] if typed else held_out_prompts(config, arguments.num_prompts)
-        same = evaluate(config, arguments.run / "export", prompts, arguments.max_new_tokens, arguments.device)
+        config, drafter = _configure(options)
+        cases, unusable = choose_cases(config, options)
+        report = evaluate(config, drafter, cases, unusable, options)
+        print("\n".join(report.lines()))
+        if options.out:
+            report.write(options.out)
+            draw_acceptance(report, options.out / "acceptance.png")
     except HeadraceError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0 if same else 1
+    return 0 if report.is_same else 1
 
 
 if __name__ == "__main__":

@@ -16,11 +16,9 @@ from transformers import PreTrainedTokenizerFast
 from common import config as configuration
 from common.acceptance import Evaluation
 from common.config import Config
-from common.dataset import Dataset
-from common.errors import DataError
 from launch import evaluate, export
-from launch.decoding.speculate import Decoding
 from launch.decoding.target_cache import TargetCache
+from launch.evaluation_report import Lossless, Report
 from launch.full_target import load_full_target, stop_tokens
 from launch.synthetic import write_synthetic
 from services.drafter.checkpoint import Checkpoint, draft_identity, save
@@ -81,27 +79,32 @@ def test_export_then_evaluate_as_typed(run_dir: Path) -> None:
     exported = run_command("launch.export", run_dir, "--out", run_dir / "export")
     assert (exported.returncode, exported.stderr) == (0, "")
     assert exported.stdout.startswith(f"{run_dir}/export: 25 tensors of step 2\n")
-    shown = run_command("launch.evaluate", run_dir, "--num-prompts", "2", "--max-new-tokens", "9", "--threads", "1")
+    limits = ["--num-prompts", "2", "--max-new-tokens", "9", "--threads", "1"]
+    shown = run_command("launch.evaluate", run_dir, *limits, "--out", run_dir / "out")
     assert (shown.returncode, shown.stderr) == (0, "")
     assert "held-out sample 0" in shown.stdout
     assert "held-out sample 1" in shown.stdout
     assert "target passes      plain 18, speculative " in shown.stdout
+    assert "on a CPU this says nothing of a GPU" in shown.stdout
     assert shown.stdout.endswith("same tokens        yes\n")
     answer = next(line for line in shown.stdout.splitlines() if line.startswith("w"))
     left, _, right = answer.partition(" | ")
     assert left.strip() == right.strip()
+    report = msgspec.json.decode((run_dir / "out/evaluation.json").read_bytes(), type=Report)
+    assert list(report.categories) == ["eval"]
+    assert report.total.plain.num_target_passes == 18
+    assert report.total.lossless == Lossless(num_same=2, num_ties=0, num_other=0)
+    assert (run_dir / "out/acceptance.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_errors_are_one_line(run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["evaluate", str(run_dir)])
-    assert evaluate.main() == 2
+    assert evaluate.main([str(run_dir)]) == 2
     assert capsys.readouterr().err == f"error: {run_dir}/export/config.json: cannot be read: No such file or directory\n"
     monkeypatch.setattr(sys, "argv", ["export", str(run_dir / "nowhere"), "--out", str(run_dir / "export")])
     assert export.main() == 2
     assert capsys.readouterr().err.count("\n") == 1
-    monkeypatch.setattr(sys, "argv", ["evaluate", str(run_dir), "--max-new-tokens", "0"])
     with pytest.raises(SystemExit):
-        evaluate.main()
+        evaluate.main([str(run_dir), "--max-new-tokens", "0"])
     assert "--max-new-tokens: needed at least 1, found 0" in capsys.readouterr().err
     assert not (run_dir / "export").exists()
 
@@ -138,29 +141,3 @@ def test_stop_tokens_of_a_model(run_dir: Path) -> None:
     for found, needed in ((2, {2}), ([2, 5], {2, 5})):
         target.generation_config.eos_token_id = found
         assert stop_tokens(target) == needed
-
-
-def test_prompts(run_dir: Path) -> None:
-    config = configuration.read(run_dir)
-    sample = Dataset.open(run_dir / "data/eval").read(1)
-    length = len(sample.input_ids) // 4
-    prompts = evaluate.held_out_prompts(config, 99)
-    assert len(prompts) == 16
-    assert prompts[1] == ("held-out sample 1", sample.input_ids[:length].tolist())
-    assert evaluate.typed_prompt(config, "w5 w6") == ('prompt "w5 w6"', [5, 6, 1])
-    without = msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, eval_path=""))
-    with pytest.raises(DataError, match="needed an evaluation data set, found none; give --prompt"):
-        evaluate.held_out_prompts(without, 1)
-
-
-def test_summary_tells_where_answers_differ(run_dir: Path) -> None:
-    config = configuration.read(run_dir)
-    plain = Decoding([1, 2, 3, 4, 5, 6], 6, [])
-    same, other, short = Decoding([1, 2, 3, 4, 5, 6], 3, [3, 0]), Decoding([1, 2, 9], 3, [0, 0]), Decoding([1, 2], 2, [0])
-    lines = evaluate.summary([(plain, same)], config)
-    assert lines[1] == "acceptance length  2.50 tokens per verification round, 2 rounds"
-    assert lines[-1] == "same tokens        yes"
-    lines = evaluate.summary([(plain, same), (plain, other), (plain, short)], config)
-    assert lines[0] == "target passes      plain 18, speculative 8"
-    assert lines[2:4] == [f"prompt {index}: the answers differ from token 2 on" for index in (1, 2)]
-    assert lines[-1] == "same tokens        no"

@@ -1,0 +1,80 @@
+"""A target and its drafter, loaded for decoding: those of a run, or any two folders."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import torch
+from transformers import PreTrainedModel
+
+from common.config import ActorsConfig, Config, DataConfig, DraftConfig, DType, ModelConfig, PlanConfig, TargetsConfig
+from common.errors import CheckpointError
+from common.target_shape import read_target_shape
+from launch.full_target import load_full_target
+from services.drafter.drafter_folder import Drafter, read_drafter
+from services.drafter.model import DraftModel
+
+_STATED = ("num_layers", "block_size", "mask_token_id", "tap_layers")  # nothing else says these
+
+
+class Pair(NamedTuple):
+    """Both on one device; `config` is that of the draft model."""
+
+    target: PreTrainedModel
+    draft: DraftModel
+    config: DraftConfig
+
+
+def load_pair(config: Config, drafter: Path, device: torch.device) -> Pair:
+    """The target of `config` and the drafter of a folder, which must be that of `config`.
+
+    Raises:
+        HeadraceError: one of them is missing or damaged, or they do not fit.
+    """
+    found = read_drafter(drafter)
+    if misfits := found.misfits(config):
+        raise CheckpointError(f"{drafter} ({found.layout} layout) does not fit: {'; '.join(misfits)}")
+    return Pair(load_full_target(config, device), found.build(config).to(device), config.draft)
+
+
+def with_dtype(config: Config, dtype: DType) -> Config:
+    """Both models in one type."""
+    change = msgspec.structs.replace
+    return change(config, model=change(config.model, dtype=dtype), draft=change(config.draft, dtype=dtype))
+
+
+def config_of_folders(model: Path, drafter: Path, dtype: DType) -> Config:
+    """The configuration of a target and a drafter that come from no run; what the drafter leaves open is the target's.
+
+    Raises:
+        HeadraceError: a folder is missing or damaged, or the drafter does not say what nothing else can say.
+    """
+    found, shape = read_drafter(drafter), read_target_shape(model)
+    _check(found, shape.num_hidden_layers)
+    draft = DraftConfig(
+        mask_token_id=found.settings["mask_token_id"],
+        layer_types=["full_attention"] * found.settings["num_layers"],
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.intermediate_size,
+        dtype=dtype,
+    )
+    config = Config(
+        model=ModelConfig(path=str(model), dtype=dtype),
+        draft=draft,
+        data=DataConfig(),
+        plan=PlanConfig(bucket_lengths=[1], max_tokens_per_batch=1, batches_per_step=1),
+        targets=TargetsConfig(devices=["cpu"]),
+        drafters=ActorsConfig(devices=["cpu"]),
+        target_shape=shape,
+    )
+    return found.on(config)
+
+
+def _check(found: Drafter, num_layers: int) -> None:
+    if missing := [key for key in _STATED if found.settings.get(key) is None]:
+        raise CheckpointError(f"{found.folder}: needed {', '.join(missing)} in config.json, found none")
+    taps = found.settings["tap_layers"]
+    if not taps or min(taps) < 0 or max(taps) >= num_layers:
+        raise CheckpointError(f"{found.folder}: tap_layers: needed layers from 0 to {num_layers - 1}, found {taps}")

@@ -1,0 +1,95 @@
+"""Decoding on a GPU in bfloat16: plain and with drafts, alone and together, of a random target of a middling size.
+
+python -m pytest -q -s tests/launch/test_launch_decoding_gpu.py
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_targets import make_target
+from transformers import AutoModelForCausalLM
+
+from launch.decoding.cases import Case, Turns
+from launch.decoding.comparison import Comparison
+from launch.decoding.pair import Pair
+from launch.decoding.sampling import GREEDY, Sampling
+from launch.decoding.speculate import Limits, decode
+from launch.evaluation_report import Report, Setup, make_report
+from tests.launch.small_decodings import overfit, pack
+
+pytestmark = pytest.mark.gpu
+
+MIDDLING = {
+    "vocab_size": 2048,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "initializer_range": 0.1,
+}
+DRAFT = ["draft.block_size=8", "draft.mask_token_id=2047", "draft.tap_layers=[1, 5]", "draft.sliding_window=64"]
+PROMPTS = [[5], [9, 4], list(range(100, 180)), [40, 41] * 20, list(range(900, 930)), [7] * 12, [1, 2, 3], [77, 78, 79, 80]]
+NUM_NEW_TOKENS = 96
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A drafter that has learnt some answers of the target by heart, on the CPU in float32; then both in bfloat16."""
+    folder = tmp_path_factory.mktemp("middling")
+    config, target = make_target(folder, "qwen3", *DRAFT, **MIDDLING)
+    answers = [answer.tokens for answer in decode(target, PROMPTS[:4], Limits(40)).decodings]
+    draft = overfit(config, target, pack(config, target, PROMPTS[:4], answers), num_steps=60)
+    auto: Any = AutoModelForCausalLM
+    on_gpu = auto.from_pretrained(folder / "target", dtype=torch.bfloat16).to("cuda").eval()
+    return Pair(on_gpu, draft.to("cuda", torch.bfloat16).eval(), config.draft)
+
+
+def once(prompt: list[int]) -> Turns:
+    yield prompt
+
+
+def evaluate(pair: Pair, batch_size: int, sampling: Sampling) -> Report:
+    comparison = Comparison(pair, Limits(NUM_NEW_TOKENS, (), sampling), seed=3, batch_size=batch_size)
+    comparison.warm_up()
+    cases = [Case(f"prompt {number}", "random", once(prompt)) for number, prompt in enumerate(PROMPTS)]
+    setup = Setup(
+        target="middling",
+        drafter="by heart",
+        dtype=str(pair.target.dtype).removeprefix("torch."),
+        device=torch.cuda.get_device_name(),
+        releases={},
+        block_size=pair.config.block_size,
+        batch_size=batch_size,
+        max_new_tokens=NUM_NEW_TOKENS,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        seed=3,
+    )
+    report = make_report(setup, list(comparison.run(cases)), {})
+    print(f"\nbatch of {batch_size}, {sampling}\n" + "\n".join(report.lines()), flush=True)
+    return report
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 8])
+def test_greedy_answers_are_the_same_but_for_ties(pair: Pair, batch_size: int) -> None:
+    report = evaluate(pair, batch_size, GREEDY)
+    assert report.total.lossless is not None
+    assert report.total.lossless.num_other == 0
+    assert report.total.acceptance > 1.1
+    assert report.total.num_answer_tokens == NUM_NEW_TOKENS * len(PROMPTS)
+    assert report.total.passes_saved > 0
+
+
+def test_sampled_answers_end_and_accept(pair: Pair) -> None:
+    report = evaluate(pair, 4, Sampling(0.7, 0.95))
+    assert report.total.num_answer_tokens == NUM_NEW_TOKENS * len(PROMPTS)
+    assert report.total.acceptance > 1.0
+
+
+def test_in_float32_the_answers_are_the_same(pair: Pair) -> None:
+    whole: Any = pair.target
+    exact = Pair(whole.float(), pair.draft.float(), pair.config)
+    assert evaluate(exact, 4, GREEDY).is_same

@@ -1,0 +1,108 @@
+"""Figures and text of an evaluation, from outcomes written down by hand."""
+
+from pathlib import Path
+
+import pytest
+
+from launch.acceptance_picture import draw_acceptance
+from launch.decoding.cases import Case, Turns
+from launch.decoding.comparison import Outcome, Turn
+from launch.decoding.difference import Difference
+from launch.decoding.speculate import Batch, Decoding
+from launch.evaluation_report import Lossless, Report, Setup, make_report
+
+SETUP = Setup(
+    target="target",
+    drafter="drafter",
+    dtype="bfloat16",
+    device="a GPU",
+    releases={},
+    block_size=4,
+    batch_size=2,
+    max_new_tokens=9,
+    temperature=0.0,
+    top_p=1.0,
+    seed=0,
+)
+TIE = Difference(place=2, plain_token=5, speculative_token=6, gap=0.125, rounding=0.25)
+OTHER = Difference(place=3, plain_token=5, speculative_token=6, gap=0.5, rounding=0.25)
+CUT = Difference(place=4, plain_token=5, speculative_token=None)
+
+
+def no_turns() -> Turns:
+    yield from ()
+
+
+def outcome(category: str, accepted: list[list[int]], differences: list[Difference | None]) -> Outcome:
+    """Answers of the given rounds; a second of prefill either way, then 8 and 2 seconds."""
+    turns: list[Turn] = []
+    plain: list[Decoding] = []
+    fast: list[Decoding] = []
+    for rounds, difference in zip(accepted, differences, strict=True):
+        length = 1 + sum(count + 1 for count in rounds)
+        plain.append(Decoding(list(range(length)), length, []))
+        fast.append(Decoding(list(range(length)), 1 + len(rounds), rounds))
+        case = Case(f"case {len(turns)}", category, no_turns())
+        turns.append(Turn(case, 0, [1], plain[-1], fast[-1], difference))
+    return Outcome(turns, Batch(plain, 1.0, 8.0), Batch(fast, 1.0, 2.0))
+
+
+def report_of(*differences: Difference | None) -> Report:
+    first = outcome("code", [[3, 0], [1]], [*differences, None, None][:2])
+    return make_report(SETUP, [first, outcome("chat", [[0, 0, 0]], [None]), outcome("chat", [[]], [None])], {"too long": 2})
+
+
+def test_figures_add_up() -> None:
+    report = report_of()
+    code, chat = report.categories["code"], report.categories["chat"]
+    assert (code.num_rounds, code.num_tokens) == (3, 7)
+    assert code.acceptance == pytest.approx(7 / 3)
+    assert code.acceptance_per_position == pytest.approx([2 / 3, 1 / 3, 1 / 3])
+    assert (code.num_answers, code.num_answer_tokens) == (2, 9)
+    assert (code.plain.num_target_passes, code.speculative.num_target_passes) == (9, 5)
+    assert code.passes_saved == pytest.approx(4 / 9)
+    assert code.plain.ms_per_token == pytest.approx(8000 / 7)
+    assert code.speedup == pytest.approx(4.0)
+    assert (chat.num_answers, chat.num_rounds, chat.acceptance) == (2, 3, 1.0)
+    assert report.total.num_rounds == 6
+    assert report.total.plain.prefill_s == 3.0
+    assert report.total.lossless == Lossless(num_same=4, num_ties=0, num_other=0)
+    assert report.is_same
+
+
+def test_text_names_categories_and_what_was_left_out() -> None:
+    lines = report_of().lines()
+    assert [line.split()[0] for line in lines[:4]] == ["category", "code", "chat", "total"]
+    assert "target passes      plain 14, speculative 10" in lines
+    assert "acceptance length  1.67 tokens per verification round, 6 rounds" in lines
+    assert "left out           2 turns: too long" in lines
+    assert lines[-1] == "same tokens        yes"
+    assert not any("on a CPU" in line for line in lines)
+
+
+def test_differences_are_told_apart() -> None:
+    report = report_of(TIE, OTHER)
+    assert report.total.lossless == Lossless(num_same=2, num_ties=1, num_other=1)
+    assert report.categories["chat"].lossless == Lossless(num_same=2, num_ties=0, num_other=0)
+    assert not report.is_same
+    text = "\n".join(report.lines())
+    assert "case 0, turn 0: the answers differ from token 2 on: the logits of 5 and 6 are 0.125 apart" in text
+    assert "rounding in bfloat16 moves such logits by up to 0.25: a tie" in text
+    assert "0.5 apart, rounding in bfloat16 moves such logits by up to 0.25: NOT a tie" in text
+    assert text.endswith("same tokens        no")
+    assert report_of(TIE).lines()[-1] == "same tokens        no: ties within rounding"
+    assert "one of them ends there, which rounding does not explain" in "\n".join(report_of(CUT).lines())
+
+
+def test_an_answer_of_one_token_has_no_time_per_token() -> None:
+    report = make_report(SETUP, [outcome("chat", [[]], [None])], {})
+    assert report.total.plain.ms_per_token is None
+    assert report.total.speedup is None
+    assert not any("time per token" in line for line in report.lines())
+
+
+def test_the_picture_is_a_png(tmp_path: Path) -> None:
+    draw_acceptance(report_of(), tmp_path / "new/acceptance.png")
+    draw_acceptance(make_report(SETUP, [outcome("chat", [[]], [None])], {}), tmp_path / "none.png")
+    for path in (tmp_path / "new/acceptance.png", tmp_path / "none.png"):
+        assert path.read_bytes().startswith(b"\x89PNG")
