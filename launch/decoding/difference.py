@@ -1,19 +1,23 @@
 """Where two greedy answers to one prompt part, and whether rounding explains it.
 
-The same logits come out a little different when a pass has another shape. At the first token that differs they are
-computed in two plain ways, neither of which has anything to do with drafts: token by token with a cache, and all at
-once without one. A tie is what the difference between the two could have decided.
+The same logits come out a little different when a pass has another shape. The last tokens up to the first that differs
+run again in three plain ways, none of which has anything to do with drafts: one by one, a few at a time, and all at once.
+What likely logits change by between the ways is rounding; a gap that is no larger could have been decided by it.
 """
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import msgspec
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from launch.decoding.target_cache import TargetCache
 
-_NUM_LIKELY = 10  # logits whose change is looked at
+_NUM_LIKELY = 10  # logits of a position whose change is looked at
+_NUM_POSITIONS = 64
+_FEW = 8
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,8 +26,8 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     place: int  # in the answer
     plain_token: int | None
     speculative_token: int | None
-    gap: float | None = None  # between the logits of the two tokens, token by token
-    rounding: float | None = None  # the largest change of a likely logit between the two ways
+    gap: float | None = None  # between the logits of the two tokens, run one by one
+    rounding: float | None = None  # the largest change of a likely logit between two ways
 
     @property
     def is_tie(self) -> bool:
@@ -44,19 +48,40 @@ def find_difference(
         place = min(len(plain), len(speculative))
         tokens = [answer[place] if place < len(answer) else None for answer in (plain, speculative)]
         return Difference(place=place, plain_token=tokens[0], speculative_token=tokens[1])
-    with TargetCache(target) as cache:
-        by_token, _ = cache.prefill([prompt])
-        for token in plain[:place]:
-            by_token = cache.extend([[token]])[0][:, 0]
-            cache.keep([1])
-    with TargetCache(target) as cache:
-        at_once, _ = cache.prefill([[*prompt, *plain[:place]]])
-    likely = torch.cat([by_token, at_once]).amax(dim=0).topk(min(_NUM_LIKELY, by_token.shape[1])).indices
-    first, second = by_token[0].float(), at_once[0].float()
+    text = [*prompt, *plain[:place]]
+    one_by_one = _logits_in_passes(target, text, 1)
+    others = _logits_in_passes(target, text, _FEW), _logits_at_once(target, text)
+    likely = one_by_one.topk(min(_NUM_LIKELY, one_by_one.shape[1])).indices
+    changes = [(way.gather(1, likely) - one_by_one.gather(1, likely)).abs().max().item() for way in others]
+    left, right = one_by_one[-1, plain[place]], one_by_one[-1, speculative[place]]
     return Difference(
         place=place,
         plain_token=plain[place],
         speculative_token=speculative[place],
-        gap=(first[plain[place]] - first[speculative[place]]).abs().item(),
-        rounding=(first[likely] - second[likely]).abs().max().item(),
+        gap=(left - right).abs().item(),
+        rounding=max(changes),
     )
+
+
+def _logits_in_passes(target: PreTrainedModel, text: Sequence[int], size: int) -> Tensor:
+    """Logits [n, V] in float32 of what follows the last n tokens of a text, run `size` at a time with a cache."""
+    with TargetCache(target) as cache:
+        first = _first(text)
+        rows = [cache.prefill([text[: first + 1]])[0]]
+        for start in range(first + 1, len(text), size):
+            tokens = text[start : start + size]
+            rows.append(cache.extend([tokens])[0][0])
+            cache.keep([len(tokens)])
+    return torch.cat(rows).float()
+
+
+def _logits_at_once(target: PreTrainedModel, text: Sequence[int]) -> Tensor:
+    """The same by one pass over the whole text."""
+    ids, model = torch.tensor([list(text)], device=target.device), cast(Any, target)
+    logits: Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=len(text) - _first(text)).logits
+    return logits[0].float()
+
+
+def _first(text: Sequence[int]) -> int:
+    """The first of the last tokens."""
+    return max(len(text) - _NUM_POSITIONS, 0)

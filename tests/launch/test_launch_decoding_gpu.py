@@ -21,30 +21,39 @@ from tests.launch.small_decodings import overfit, pack
 pytestmark = pytest.mark.gpu
 
 MIDDLING = {
-    "vocab_size": 2048,
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 64,
-    "initializer_range": 0.1,
+    "initializer_range": 0.2,
 }
-DRAFT = ["draft.block_size=8", "draft.mask_token_id=2047", "draft.tap_layers=[1, 5]", "draft.sliding_window=64"]
+DRAFT = [
+    "train.anchors_per_batch=200",
+    "draft.block_size=8",
+    "draft.mask_token_id=1023",
+    "draft.tap_layers=[1, 4]",
+    "draft.sliding_window=64",
+]
+NUM_THREADS = 8  # to learn by heart with
 PROMPTS = [[5], [9, 4], list(range(100, 180)), [40, 41] * 20, list(range(900, 930)), [7] * 12, [1, 2, 3], [77, 78, 79, 80]]
-NUM_NEW_TOKENS = 96
+NUM_LEARNT_TOKENS, NUM_NEW_TOKENS = 48, 96
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """A drafter that has learnt some answers of the target by heart, on the CPU in float32; then both in bfloat16."""
-    folder = tmp_path_factory.mktemp("middling")
-    config, target = make_target(folder, "qwen3", *DRAFT, **MIDDLING)
-    answers = [answer.tokens for answer in decode(target, PROMPTS[:4], Limits(40)).decodings]
-    draft = overfit(config, target, pack(config, target, PROMPTS[:4], answers), num_steps=60)
+    """A drafter that has learnt how half of the answers begin by heart, on the CPU in float32; then both in bfloat16."""
+    folder, limits = tmp_path_factory.mktemp("middling"), Limits(NUM_LEARNT_TOKENS)
+    config, on_cpu = make_target(folder, "qwen3", *DRAFT, **MIDDLING)
     auto: Any = AutoModelForCausalLM
-    on_gpu = auto.from_pretrained(folder / "target", dtype=torch.bfloat16).to("cuda").eval()
-    return Pair(on_gpu, draft.to("cuda", torch.bfloat16).eval(), config.draft)
+    target = auto.from_pretrained(folder / "target", dtype=torch.bfloat16).to("cuda").eval()
+    answers = [decode(target, [prompt], limits).decodings[0].tokens for prompt in PROMPTS[:4]]
+    torch.set_num_threads(NUM_THREADS)
+    draft = overfit(config, on_cpu, pack(config, on_cpu, PROMPTS[:4], answers), num_steps=100)
+    torch.set_num_threads(1)
+    return Pair(target, draft.to("cuda", torch.bfloat16).eval(), config.draft)
 
 
 def once(prompt: list[int]) -> Turns:
