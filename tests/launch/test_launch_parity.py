@@ -199,6 +199,7 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ([drafter, "--model", target, "--trials"], "--trials: needed --data with answers of the target, found none"),
         ([tmp_path / "fewer", "--model", target], "tensor fc.weight: needed [32, 32], found [32, 64]"),
     ]
+    capsys.readouterr()  # what saving the target printed
     for arguments, message in cases:
         assert main([*map(str, arguments), "--threads", "1"]) == 2
         captured = capsys.readouterr()
