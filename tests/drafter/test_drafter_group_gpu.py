@@ -45,7 +45,7 @@ class Ranks:
                 stdout=output,
                 stderr=output,
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
                 pass_fds=[self.board_fd],
             )
 
@@ -60,8 +60,11 @@ class Ranks:
     def wait_until(self, holds: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 120
         while not holds():
-            assert time.monotonic() < deadline, "\n".join(self._output(rank).read_text()[-2000:] for rank in (0, 1))
+            assert time.monotonic() < deadline, self.logs()
             time.sleep(0.02)
+
+    def logs(self) -> str:
+        return "\n".join(path.read_text()[-2000:] for path in sorted(self._run_dir.glob("rank-*.log")))
 
     def close(self) -> None:
         for process in self.processes.values():
@@ -89,7 +92,7 @@ def test_a_rank_that_dies_in_a_collective_is_replaced_and_the_survivor_goes_on(
     for rank in (0, 1):
         ranks.start(rank)
     ranks.board.start_group(1)
-    assert ranks.processes[1].wait(120) == -signal.SIGKILL
+    assert ranks.processes[1].wait(120) == -signal.SIGKILL, ranks.logs()
     died_s = time.monotonic()
     assert all(line["whole"] for line in ranks.sums(0, life=1))
     ranks.board.wipe(FIRST_DRAFTER + 1)
