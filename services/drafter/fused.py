@@ -14,7 +14,7 @@ from torch import Tensor, nn
 P = ParamSpec("P")
 Out = TypeVar("Out")
 # Tuned, a function that changes its arguments has them copied to the host first: 20 GiB for the optimizer of the 27B draft.
-_OPTIONS = {"triton.autotune_pointwise": False}
+_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"triton.autotune_pointwise": False}
 
 
 def fused(function: Callable[P, Out]) -> Callable[P, Out]:
