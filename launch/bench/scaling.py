@@ -55,7 +55,8 @@ def measure(folder: Path, options: argparse.Namespace) -> Iterator[tuple[str, st
     if options.kill:
         disturbed = run(folder / "kill", options, options.devices, {"drafter-1": [DIES]})
         numbers = [line.step for line in disturbed.steps]
-        pause_s = max(after.time_s - before.time_s for before, after in itertools.pairwise(disturbed.steps[FIRST_COUNTED:]))
+        near = disturbed.steps[FATAL_STEP - 3 :]  # a step's line is written in the next step
+        pause_s = max(after.time_s - before.time_s for before, after in itertools.pairwise(near))
         yield "one killed in a collective: longest time without a step", f"{pause_s:.1f} s"
         yield "steps that the other lost or made again", f"{len(numbers) - len(set(numbers))}"
         in_order = numbers == list(range(1, len(numbers) + 1))

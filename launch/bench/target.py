@@ -61,7 +61,6 @@ class Half:
 
     def __init__(self, stage: Stage, num_rows: int) -> None:
         config = stage.config
-        torch.set_num_threads(config.targets.num_threads)
         place = next(spec.place for spec in stage.topology.actors if spec.role == "target")
         args = argparse.Namespace(run_dir=stage.run_dir, index=0, place=place, board_fd=stage.fds.board)
         self.actor = Actor("target", args)
@@ -146,6 +145,7 @@ def measure_steps(step: Step, num_steps: int, device: torch.device) -> Timed:
 
 def measure(stage: Stage, options: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """The rows of the table, as they are measured."""
+    torch.set_num_threads(stage.config.targets.num_threads)
     plain_rates: dict[str, float] = {}
     if options.plain:
         plain_rates = yield from measure_plain(stage.config, options)
