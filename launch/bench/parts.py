@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from common.config import Config
+from launch.bench._flex import FlexAttention
 from launch.bench.drafter import DEVICE, Step, make_batch, make_config, random_weight, time_ms
 from launch.bench.shapes import SHAPES
 from services.drafter.anchors import choose_blocks
-from services.drafter.attention import Attend, KeysValues, TiledAttention
+from services.drafter.attention import Attend, KeysValues
 from services.drafter.loss import frozen_head_loss, loss_head
 from services.drafter.step import HEAD_CHUNK_ROWS, PackedBatch
 from services.drafter.visibility import BlockPlaces, KeyRuns, key_runs
@@ -83,12 +84,12 @@ def attention(config: Config, batch: PackedBatch, num_steps: int) -> Iterator[st
 
 
 def attention_ways(runs: KeyRuns, num_context: int, num_rows: int) -> Iterator[tuple[str, Callable[[], Attend]]]:
-    """The kernels that could do it."""
+    """What torch offers, and our kernels cut in several ways."""
     from services.drafter.swept_attention import SweptAttention, Tiling, Tilings  # triton comes with torch for GPUs only
 
-    flex = partial(TiledAttention, runs, num_context, num_rows, DEVICE)
-    yield "flex", flex
-    yield "flex, keys repeated", lambda: repeated(flex())
+    flex = FlexAttention(runs, num_context, num_rows, DEVICE)
+    yield "flex", lambda: flex
+    yield "flex, keys repeated", lambda: repeated(flex)
     for tilings in (
         Tilings(),
         Tilings(Tiling(128, 128, 8, 2), Tiling(128, 64, 8, 3), Tiling(64, 128, 8, 3)),

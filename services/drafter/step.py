@@ -117,11 +117,10 @@ def _attends(model: DraftModel, batch: PackedBatch, blocks: Blocks, wanted: Ints
     """One per layer: all rows ask in every layer but the last, where only the wanted do."""
     places = BlockPlaces(blocks.anchors, batch.cu_seqlens[blocks.documents], blocks.valid)
     num_context, num_rows = len(batch.input_ids), len(blocks.anchors) * config.draft.block_size
-    capacity = max(config.plan.max_tokens_per_batch, num_context)
 
     def attend(window: int, rows: Ints) -> Attend:
         runs = key_runs(places, config.draft.block_size, window, rows)
-        return make_attention(runs, num_context, capacity, num_rows, config.draft.head_dim, batch.hidden_states.device)
+        return make_attention(runs, num_context, num_rows, config.draft, batch.hidden_states.device)
 
     *inner, last = model.windows
     rows = np.arange(num_rows)

@@ -41,6 +41,9 @@ class Tilings(NamedTuple):
     num_splits: int = 4
 
 
+_WIDE_HEADS = Tilings(Tiling(128, 32, 8, 2), Tiling(128, 32, 8, 2), Tiling(32, 64, 8, 2))  # what fits for D = 256
+
+
 class Sight(NamedTuple):
     """Who sees what, on the device; int32."""
 
@@ -60,11 +63,12 @@ class SweptAttention:
         sides = sweeps_of_keys(context, -(-num_context // TILE)), sweeps_of_keys(own, -(-num_rows // TILE))
         arrays = np.stack(runs), np.concatenate([context, own], axis=1), *sides
         self._sight = Sight(*(upload(array.astype(np.int32), device) for array in arrays))
-        self._tilings = tilings or Tilings()
+        self._tilings = tilings
 
     def __call__(self, query: Tensor, context: KeysValues, own: KeysValues) -> Tensor:
         """See `attention.Attend`."""
-        output: Tensor = _Function.apply(query, *context, *own, self._sight, self._tilings)  # type: ignore[no-untyped-call]
+        tilings = self._tilings or (Tilings() if query.shape[2] <= 128 else _WIDE_HEADS)
+        output: Tensor = _Function.apply(query, *context, *own, self._sight, tilings)  # type: ignore[no-untyped-call]
         return output
 
 

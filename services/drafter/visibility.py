@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-TILE = 128  # rows and keys of a tile of flex_attention
+TILE = 128  # rows and keys of a tile of the attention
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
@@ -28,13 +28,6 @@ class KeyRuns(NamedTuple):
     end: Ints
     own_start: Ints  # [M] block rows
     own_end: Ints
-
-
-class Tiles(NamedTuple):
-    """Of each tile of queries and keys: is part of it visible, is all of it."""
-
-    partly: Bools  # [ceil(M / TILE), S / TILE]
-    wholly: Bools
 
 
 def key_runs(places: BlockPlaces, block_size: int, sliding_window: int, rows: Ints) -> KeyRuns:
@@ -65,33 +58,13 @@ def in_one_sequence(runs: KeyRuns, num_context: int) -> KeyRuns:
     return runs._replace(own_start=runs.own_start + num_context, own_end=runs.own_end + num_context)
 
 
-def find_tiles(runs: KeyRuns, num_keys: int) -> Tiles:
-    """Which tiles runs in one sequence of S keys touch and which they fill, without looking at single keys.
-
-    Args:
-        runs: M rows, a multiple of TILE.
-        num_keys: S, a multiple of TILE.
-    """
-    start, end = np.concatenate([runs.start, runs.own_start]), np.concatenate([runs.end, runs.own_end])
-    tile_row = np.tile(np.arange(len(runs.start)) // TILE, 2)
-    shape = (len(runs.start) // TILE, num_keys // TILE)
-    touched = _count(tile_row, start // TILE, np.where(end > start, -(-end // TILE), 0), shape) > 0
-    filled = _count(tile_row, -(-start // TILE), end // TILE, shape) == TILE
-    return Tiles(touched & ~filled, filled)
-
-
-def _count(tile_row: Ints, first: Ints, last: Ints, shape: tuple[int, int]) -> Ints:
-    """How many runs cover each tile of their row from `first` to before `last`."""
-    some = last > first
-    width = shape[1] + 1
-    opened, closed = (
-        np.bincount(tile_row[some] * width + column[some], minlength=shape[0] * width) for column in (first, last)
-    )
-    return (opened - closed).reshape(shape[0], width).cumsum(1)[:, :-1]
-
-
 def sweeps_of_rows(start: Ints, end: Ints) -> Ints:
-    """Which tiles of keys a tile of query rows sees, from runs of M rows: [ceil(M / TILE), 4], see `Sweep`."""
+    """Which tiles of keys each tile of query rows has to visit, from one run per row [M].
+
+    Returns:
+        [ceil(M / TILE), 4], ascending: the first tile that is visited, the first that all rows see in whole, the first
+        behind that is cut again, and the first that is not visited any more.
+    """
     missing = -len(start) % TILE
     start, end = (np.pad(part, (0, missing), mode="edge").reshape(-1, TILE) for part in (start, end))
     some = end > start
@@ -102,7 +75,7 @@ def sweeps_of_rows(start: Ints, end: Ints) -> Ints:
 
 
 def sweeps_of_keys(of_rows: Ints, num_tiles: int) -> Ints:
-    """The same from the other side: which tiles of rows see each tile of keys, [num_tiles, 4]."""
+    """The same from the other side: which tiles of rows have to visit each tile of keys, [num_tiles, 4]."""
     first, whole, cut, last = of_rows.T[..., None]
     tile = np.arange(num_tiles)
     seen, filled = ((tile >= first) & (tile < last)).T, ((tile >= whole) & (tile < cut)).T  # [num_tiles, tiles of rows]
