@@ -66,6 +66,14 @@ def test_a_batch_answers_like_each_prompt_alone(model: tuple[Path, PreTrainedTok
         assert row["messages"][-1]["content"] == tokenizer.decode(row["answer_ids"], skip_special_tokens=True)
 
 
+@pytest.mark.gpu
+def test_a_gpu_answers_like_a_cpu(model: tuple[Path, PreTrainedTokenizerBase], tmp_path: Path) -> None:
+    folder, _ = model
+    rows = run(folder, write_prompts(tmp_path), tmp_path / "out.jsonl")
+    on_gpu = run(folder, write_prompts(tmp_path), tmp_path / "gpu.jsonl", "--device", "cuda:0", "--batch-size", "3")
+    assert on_gpu == rows
+
+
 def test_an_answer_stops_at_the_end_token_and_says_so(model: tuple[Path, PreTrainedTokenizerBase], tmp_path: Path) -> None:
     """An answer's third token is made the end token, so that it ends there and others go on."""
     folder, tokenizer = model
