@@ -101,7 +101,7 @@ class ActorsConfig(Section, frozen=True, kw_only=True):
 class TargetsConfig(ActorsConfig, frozen=True, kw_only=True):
     """The target processes."""
 
-    compile: bool = False  # each decoder layer, with torch.compile
+    compile: bool = False  # each decoder layer, with torch.compile: faster, and a longer warm-up; GPUs only
 
 
 class TrainConfig(Section, frozen=True, kw_only=True):

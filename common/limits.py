@@ -19,6 +19,8 @@ def check(config: "Config") -> None:
     """Raise ConfigError for the first value that cannot be; the message names the key."""
     _check_finite(msgspec.to_builtins(config), "")
     _check_actors(config.targets, "targets")
+    compiles = not config.targets.compile or "cpu" not in config.targets.devices
+    _need(compiles, "targets.compile", "false for targets on a CPU", "true")
     _check_actors(config.drafters, "drafters")
     _check_draft(config.draft, config.shape)
     _check_plan(config.plan, config.num_drafters)

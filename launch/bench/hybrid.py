@@ -9,6 +9,7 @@ kernels that take the most time.
 import argparse
 import inspect
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 import torch
@@ -35,7 +36,11 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
     layer = next(module for module in model.decoder.modules() if type(module).__name__.endswith("GatedDeltaNet"))
     code = sys.modules[type(layer).__module__]
     ours = getattr(code, NAME)
+    yield "the kernels of this shape are being tuned", "a minute or two"
+    began = time.perf_counter()
     forward()
+    torch.cuda.synchronize()
+    yield "the first forward, with that", f"{time.perf_counter() - began:.1f} s"
     times_ms: dict[str, list[float]] = {"torch": [], "flash-linear-attention": []}
     for _ in range(3):
         for name, convolution in zip(times_ms, (inspect.unwrap(ours), ours), strict=True):
@@ -50,7 +55,7 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
 
 def profile_kernels(forward: Callable[[], None], num_kernels: int) -> Iterator[tuple[str, str]]:
     """The kernels of one forward by their time."""
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as trace:
         forward()
         torch.cuda.synchronize()
     kernels = sorted(trace.key_averages(), key=lambda kernel: -kernel.self_device_time_total)

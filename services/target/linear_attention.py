@@ -5,7 +5,10 @@ it cannot run. The short convolution before it comes from the package causal-con
 convolution and an activation, both through memory. flash-linear-attention holds the same convolution as one Triton
 kernel. So both functions are replaced, in the module of transformers that calls them by name, by a choice of device.
 
-B rows, S padded length, C channels, W width of the convolution.
+torch.compile cannot look into kernels that tune themselves: a compiled layer would fall apart around them. It finds
+both functions as operators of torch instead, of which it knows only the shape of the output, and compiles the rest whole.
+
+B rows, S padded length, C channels, W width of the convolution, N heads, D head size; of keys and of values.
 """
 
 import functools
@@ -48,7 +51,6 @@ def choose_kernels(decoder: PreTrainedModel, device: torch.device) -> None:
     log.info("linear attention: delta rule of %s, convolution of %s", source, convolution)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # it launches a kernel that tunes itself
 def causal_convolution(
     hidden_states: torch.Tensor,
     weight: torch.Tensor,
@@ -82,11 +84,82 @@ def _need_kernels(model_type: str) -> None:
 
 def _choose_by_device(module: ModuleType, name: str, on_gpu: Callable[..., Any]) -> None:
     """Replace a function of `module` by one that runs `on_gpu` for tensors there, and transformers' torch code elsewhere."""
-    given = getattr(module, name)
+    given, place, in_graph = getattr(module, name), module.__name__, _IN_GRAPH[name]
     torch_code = inspect.unwrap(given)
 
     @functools.wraps(given)
     def chosen(tensor: torch.Tensor, *arguments: object, **settings: object) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return in_graph(place, tensor, *arguments, **settings)
         return (on_gpu if tensor.is_cuda else torch_code)(tensor, *arguments, **settings)
 
     setattr(module, name, chosen)
+
+
+@torch.library.custom_op("headrace::causal_convolution", mutates_args=())
+def _convolve(
+    place: str, hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
+) -> torch.Tensor:
+    """[B, C, S] and [C, W] -> [B, S, C], contiguous, by the function chosen in the module `place`."""
+    chosen = getattr(sys.modules[place], _CONVOLUTION)
+    convolved: torch.Tensor = chosen(hidden_states, weight, bias, activation=activation)
+    return convolved.transpose(1, 2).contiguous()
+
+
+@torch.library.custom_op("headrace::gated_delta_rule", mutates_args=())
+def _apply_delta_rule(
+    place: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+) -> torch.Tensor:
+    """[B, S, N, D] each, decay and step size [B, S, N] -> [B, S, N, D] of the values, contiguous."""
+    chosen = getattr(sys.modules[place], _DELTA_RULE)
+    output: torch.Tensor
+    output, _ = chosen(query, key, value, g=g, beta=beta, use_qk_l2norm_in_kernel=True)
+    return output.contiguous()
+
+
+@_convolve.register_fake
+def _shape_convolution(
+    place: str, hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
+) -> torch.Tensor:
+    num_rows, channels, length = hidden_states.shape
+    return hidden_states.new_empty(num_rows, length, channels)
+
+
+@_apply_delta_rule.register_fake
+def _shape_delta_rule(
+    place: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+) -> torch.Tensor:
+    return value.new_empty(value.shape)
+
+
+def _convolve_in_graph(
+    place: str,
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **_: object,
+) -> torch.Tensor:
+    """As transformers calls it while a layer is compiled."""
+    convolved: torch.Tensor = _convolve(place, hidden_states, weight, bias, activation)
+    return convolved.transpose(1, 2)
+
+
+def _delta_rule_in_graph(
+    place: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """As transformers calls it while a layer is compiled; a target keeps no state from batch to batch."""
+    assert use_qk_l2norm_in_kernel and initial_state is None and not output_final_state
+    return _apply_delta_rule(place, query, key, value, g, beta), None
+
+
+_IN_GRAPH: dict[str, Callable[..., Any]] = {_CONVOLUTION: _convolve_in_graph, _DELTA_RULE: _delta_rule_in_graph}

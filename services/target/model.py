@@ -13,6 +13,8 @@ from services.target.attention import layer_kinds, leave_out_masks
 from services.target.capture import Capture, Keep
 from services.target.loading import load_decoder
 
+_NUM_COMPILED = 16  # versions of a layer's code; torch gives up at 8
+
 
 class TargetModel:
     """Hidden states of the tapped layers. Rows are right-padded; causal layers need no mask for that."""
@@ -68,6 +70,11 @@ class TargetModel:
             self.decoder.layers = self._layers
 
     def compile_layers(self) -> None:
-        """Compile the forward of each layer when it first runs, for all shapes at once; its hooks stay outside."""
+        """Compile the forward of each layer when it first runs, for all shapes at once; its hooks stay outside.
+
+        Layers of one kind share what was compiled. Each kind is compiled for several rows and again for a single one, and
+        once more where the first shape was a special case, such as as many rows as the rotary angles have channels.
+        """
+        torch._dynamo.config.recompile_limit = _NUM_COMPILED
         for layer in self._layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)

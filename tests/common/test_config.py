@@ -61,6 +61,7 @@ def qwen3_6_27b(folder: Path) -> Path:
         ("drafters.devices=[]", "drafters.devices: needed at least one device, found none"),
         ("targets.devices=['gpu']", "targets.devices: needed cpu or cuda:N, found gpu"),
         ("targets.devices=['cuda']", "targets.devices: needed cpu or cuda:N, found cuda"),
+        ("targets.compile=true", "targets.compile: needed false for targets on a CPU, found true"),
         ("drafters.devices=['cpu', 'cuda:']", "drafters.devices: needed cpu or cuda:N, found cuda:"),
         ("targets.num_threads=0", "targets.num_threads: needed at least 1, found 0"),
         ("drafters.num_threads=-1", "drafters.num_threads: needed at least 1, found -1"),

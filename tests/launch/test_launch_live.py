@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from common import config as configuration
 from common import memory
+from common.acceptance import Acceptance, Evaluation, SetAcceptance
 from common.board import Board, Notices, Phase
 from common.metrics import MetricsWriter
 from common.slot_table import NOBODY, SlotRecord, SlotState, SlotTable
@@ -68,11 +70,15 @@ def test_summary_of_a_run(tmp_path: Path) -> None:
     metrics.write(step=0, acceptance=1.0, acceptance_other_prompt=1.0)
     MetricsWriter(tmp_path, "drafter-1").write(step=1, loss=4.0)  # drafter-0 died before it wrote this one
     metrics.write(step=2, loss=3.0)
-    metrics.write(step=2, acceptance=2.5, acceptance_other_prompt=1.25)
+    measured = Acceptance(acceptance=2.5, acceptance_per_position=[0.9, 0.6], num_rounds=4, num_tokens=10)
+    alone = {"eval": SetAcceptance(**msgspec.structs.asdict(measured), categories={})}
+    evaluation = Evaluation(**msgspec.structs.asdict(measured), step=2, acceptance_other_prompt=1.25, sets=alone)
+    metrics.write(**msgspec.to_builtins(evaluation))
     assert summarize(tmp_path, 2).splitlines() == [
         "loss                                   4.0000 -> 3.0000",
         "held-out acceptance length             1.000 before, 2.500 after training",
         "  with another prompt's hidden states  1.250; the hidden states carry 1.250",
+        "  share of rounds by draft position    0.90 0.60",
     ]
 
 

@@ -71,9 +71,11 @@ def make_batch(lengths: list[int], seed: int) -> TargetRows:
 class Half:
     """Model, staging buffers and a registered ring, as in the service; the caller waits for marks."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, compiled: bool = False) -> None:
         self.layout = SlotLayout.of(config)
         self.model = TargetModel.load(config, GPU)
+        if compiled:
+            self.model.compile_layers()
         self.shapes = [BatchShape(BUDGET // length, length) for length in BUCKETS] + [BatchShape(3, BUCKETS[0])]
         self.stagings = WarmUp(self.model, self.layout, config.plan, GPU).run(self.shapes, lambda: None)
         self.writer = RingWriter(memory.create("ring", self.layout.ring_bytes(NUM_SLOTS)), self.layout, NUM_SLOTS)
@@ -117,13 +119,21 @@ def test_batches_are_launched_without_waiting_and_arrive_as_they_are(folder: Pat
             assert {"upload_s", "forward_s", "pack_s", "copy_s"} == staging.laps_s().keys()
 
 
-def test_the_next_forward_is_launched_while_the_batch_before_is_on_its_way(folder: Path) -> None:
-    half = Half(make_config(folder))
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_next_forward_is_launched_while_the_batch_before_is_on_its_way(folder: Path, compiled: bool) -> None:
+    """At shapes that ran before: CUDA loads a kernel at its first launch, and waits for the device to do so."""
+    half = Half(make_config(folder), compiled)
     first, second = make_batch([1024] * 8, 0), make_batch([256] * 30, 1)
-    torch.cuda._sleep(2_000_000_000)  # type: ignore[no-untyped-call]  # cycles: a second without the first batch
+    for number, rows in enumerate((first, second)):
+        half.launch(number, rows)[0].wait()
+    assert half.launch(0, first)[2].hidden_states.is_pinned()  # or the copy itself would be waited for
+    torch.cuda.synchronize()
+    began = time.monotonic()
+    torch.cuda._sleep(4_000_000_000)  # type: ignore[no-untyped-call]  # cycles: two seconds without the first batch
     mark, _, slot = half.launch(0, first)
+    between = time.monotonic()
     later, _, later_slot = half.launch(1, second)
-    assert not mark.reached()
+    assert not mark.reached(), f"launched in {between - began:.3f} s and {time.monotonic() - between:.3f} s"
     later.wait()
     assert mark.reached()
     assert torch.equal(slot.hidden_states, half.expected(first).cpu())
@@ -152,7 +162,7 @@ def test_attention_runs_on_the_flash_kernel(folder: Path) -> None:
     input_ids = torch.zeros(2, 300, dtype=torch.int64, device=GPU)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
         assert all(tap.isfinite().all() for tap in half.model.forward(input_ids))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         half.model.forward(input_ids)
     names = {event.key for event in profile.key_averages()}
     print(sorted(name for name in names if any(part in name for part in ("flash", "fmha", "sdpa", "cudnn"))))
@@ -163,13 +173,8 @@ def test_compiled_layers_give_the_same_states_and_wait_for_nothing(folder: Path)
     config = make_config(folder)
     rows = make_batch([1000, 17, 1024], 0)
     expected = Half(config).expected(rows)
-    model = TargetModel.load(config, GPU)
-    model.compile_layers()
-    half = Half(config)
-    half.model = model
-    for warm_up in ([1024, 1024], [256] * 30, [1024]):
-        half.launch(0, make_batch(warm_up, 1))[0].wait()
-    with no_waiting():
+    half = Half(config, compiled=True)
+    with no_waiting(), torch.compiler.set_stance("fail_on_recompile"):
         mark, _, slot = half.launch(1, rows)
     mark.wait()
     torch.testing.assert_close(slot.hidden_states.cuda().float(), expected.float(), rtol=0.05, atol=0.05)
@@ -215,7 +220,8 @@ def test_rows_too_long_for_the_memory_are_refused_with_the_length_that_is_not(fo
         WarmUp(model, SlotLayout.of(config), plan, GPU).run([BatchShape(1, 262144)], lambda: None)
 
 
-def test_a_real_target_allocates_nothing_after_its_warm_up(folder: Path) -> None:
+@pytest.mark.parametrize("compiled", ["false", "true"])
+def test_a_real_target_allocates_nothing_after_its_warm_up(folder: Path, compiled: str) -> None:
     """A process of its own, with batches of many lengths; a real exchange; a drafter that takes everything."""
     settings = [
         "data={synthetic={num_samples=600, num_eval_samples=4, min_length=20, max_length=1024}}",
@@ -225,6 +231,7 @@ def test_a_real_target_allocates_nothing_after_its_warm_up(folder: Path) -> None
         f"model.path={folder}",
         "draft.tap_layers=[0, 1, 2, 3]",
         "plan.epochs=8",
+        f"targets.compile={compiled}",
         "model.dtype=bfloat16",
         'drafters.devices=["cpu"]',
     ]
