@@ -3,6 +3,7 @@
 python -m pytest -q -s tests/launch/test_launch_decoding_gpu.py
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from launch.decoding.pair import Pair
 from launch.decoding.sampling import GREEDY, Sampling
 from launch.decoding.speculate import Limits, decode
 from launch.evaluation_report import Report, Setup, make_report
-from tests.launch.small_decodings import overfit, pack
+from tests.launch.cache_rounds import largest_error
+from tests.launch.small_decodings import PROMPTS as SHORT_PROMPTS
+from tests.launch.small_decodings import RECURRENT, overfit, pack
 
 pytestmark = pytest.mark.gpu
 
@@ -30,6 +33,7 @@ MIDDLING = {
     "head_dim": 64,
     "initializer_range": 0.2,
 }
+HYBRID = RECURRENT | {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "hidden_size": 128, "head_dim": 32}
 DRAFT = [
     "train.anchors_per_batch=200",
     "draft.block_size=8",
@@ -96,6 +100,14 @@ def test_sampled_answers_end_and_accept(pair: Pair) -> None:
     report = evaluate(pair, 4, Sampling(0.7, 0.95))
     assert report.total.num_answer_tokens == NUM_NEW_TOKENS * len(PROMPTS)
     assert report.total.acceptance > 1.0
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_a_recurrent_target_equals_a_new_prefill(tmp_path: Path, num_rows: int) -> None:
+    config, target = make_target(tmp_path, "qwen3_5_text", **HYBRID)
+    error = largest_error(target.to("cuda"), config.draft.tap_layers, SHORT_PROMPTS[:num_rows])
+    print(f"\nlargest error over largest logit, {num_rows} rows: {error:.2g}", flush=True)
+    assert error < 0.01  # a state that was not put back is off by several percent
 
 
 def test_in_float32_the_answers_are_the_same(pair: Pair) -> None:
