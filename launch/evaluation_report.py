@@ -202,5 +202,5 @@ def _describe(parting: Parting, dtype: str) -> str:
     if found.gap is None or found.rounding is None:
         return f"{where}: one of them ends there, which rounding does not explain"
     measured = f"the logits of {found.plain_token} and {found.speculative_token} are {found.gap:.3g} apart"
-    rounding = f"rounding in {dtype} moves such logits by up to {found.rounding:.3g}"
+    rounding = f"rounding in {dtype} moves such gaps by up to {found.rounding:.3g}"
     return f"{where}: {measured}, {rounding}: {'a tie' if parting.is_tie else 'NOT a tie'}"

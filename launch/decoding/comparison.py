@@ -83,16 +83,19 @@ class Comparison:
             turn += 1
 
     def _decode(self, asked: list[tuple[Case, list[int]]], seeds: list[list[int]], number: int) -> Outcome:
-        target = self._pair.target
         prompts = [prompt for _, prompt in asked]
-        plain = decode(target, prompts, self._limits, seeds)
+        plain = decode(self._pair.target, prompts, self._limits, seeds)
         fast = speculate(*self._pair, prompts, self._limits, seeds)
         turns = []
         for (case, prompt), left, right in zip(asked, plain.decodings, fast.decodings, strict=True):
-            greedy = self._limits.sampling.temperature == GREEDY.temperature
-            difference = find_difference(target, prompt, left.tokens, right.tokens) if greedy else None
+            difference = self._difference(prompt, left, right, together=len(asked) > 1)
             turns.append(Turn(case, number, prompt, left, right, difference))
         return Outcome(turns, plain, fast)
+
+    def _difference(self, prompt: list[int], plain: Decoding, fast: Decoding, *, together: bool) -> Difference | None:
+        if self._limits.sampling.temperature != GREEDY.temperature:
+            return None
+        return find_difference(self._pair.target, prompt, plain.tokens, fast.tokens, together=together)
 
     def _next(self, case: Case, answer: list[int] | None) -> list[int] | None:
         """The next prompt of a conversation; None at its end, and where it cannot go on."""

@@ -1,8 +1,9 @@
 """Where two greedy answers to one prompt part, and whether rounding explains it.
 
 The same logits come out a little different when a pass has another shape. The last tokens up to the first that differs
-run again in three plain ways, none of which has anything to do with drafts: one by one, a few at a time, and all at once.
-What likely logits change by between the ways is rounding; a gap that is no larger could have been decided by it.
+run again in several plain ways, none of which has anything to do with drafts: one by one, a few at a time, all at once,
+and where answers were decoded together, beside another row. What the gap between two likely logits changes by from way
+to way is rounding; a gap that is no larger could have been decided by it.
 """
 
 from collections.abc import Sequence
@@ -15,9 +16,9 @@ from transformers import PreTrainedModel
 
 from launch.decoding.target_cache import TargetCache
 
-_NUM_LIKELY = 10  # logits of a position whose change is looked at
+_NUM_LIKELY = 10  # logits of a position whose gaps are looked at
 _NUM_POSITIONS = 64
-_FEW = 8
+_FEW = 8  # tokens in a pass, and columns that another row is longer
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +28,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     plain_token: int | None
     speculative_token: int | None
     gap: float | None = None  # between the logits of the two tokens, run one by one
-    rounding: float | None = None  # the largest change of a likely logit between two ways
+    rounding: float | None = None  # the largest change of a gap between likely logits from one way to another
 
     @property
     def is_tie(self) -> bool:
@@ -37,9 +38,9 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
 @torch.inference_mode()
 def find_difference(
-    target: PreTrainedModel, prompt: Sequence[int], plain: Sequence[int], speculative: Sequence[int]
+    target: PreTrainedModel, prompt: Sequence[int], plain: Sequence[int], speculative: Sequence[int], *, together: bool
 ) -> Difference | None:
-    """Compare the answers to a prompt; None where they are equal."""
+    """Compare the answers to a prompt, decoded alone or together with others; None where they are equal."""
     if plain == speculative:
         return None
     same = zip(plain, speculative, strict=False)
@@ -49,34 +50,40 @@ def find_difference(
         tokens = [answer[place] if place < len(answer) else None for answer in (plain, speculative)]
         return Difference(place=place, plain_token=tokens[0], speculative_token=tokens[1])
     text = [*prompt, *plain[:place]]
-    one_by_one = _logits_in_passes(target, text, 1)
-    others = _logits_in_passes(target, text, _FEW), _logits_at_once(target, text)
+    one_by_one, *others = _ways(target, text, together)
     likely = one_by_one.topk(min(_NUM_LIKELY, one_by_one.shape[1])).indices
-    changes = [(way.gather(1, likely) - one_by_one.gather(1, likely)).abs().max().item() for way in others]
+    changes = torch.stack([(way - one_by_one).gather(1, likely) for way in others])
     left, right = one_by_one[-1, plain[place]], one_by_one[-1, speculative[place]]
     return Difference(
         place=place,
         plain_token=plain[place],
         speculative_token=speculative[place],
         gap=(left - right).abs().item(),
-        rounding=max(changes),
+        rounding=(changes.amax(-1) - changes.amin(-1)).max().item(),
     )
 
 
-def _logits_in_passes(target: PreTrainedModel, text: Sequence[int], size: int) -> Tensor:
-    """Logits [n, V] in float32 of what follows the last n tokens of a text, run `size` at a time with a cache."""
+def _ways(target: PreTrainedModel, text: Sequence[int], together: bool) -> list[Tensor]:
+    """Logits [n, V] in float32 of what follows the last n tokens, one by one and in the other ways."""
+    passes = [(size, beside) for beside in (False, True)[: 1 + together] for size in (1, _FEW)]
+    return [*(_logits_in_passes(target, text, *way) for way in passes), _logits_at_once(target, text)]
+
+
+def _logits_in_passes(target: PreTrainedModel, text: Sequence[int], size: int, beside: bool) -> Tensor:
+    """With a cache, `size` tokens at a time; beside a longer row the text is padded."""
+    first = _first(text)
+    heads, num_rows = [text[: first + 1], [*text[:1]] * (first + 1 + _FEW)], 1 + beside
     with TargetCache(target) as cache:
-        first = _first(text)
-        rows = [cache.prefill([text[: first + 1]])[0]]
+        rows = [cache.prefill(heads[:num_rows])[0][:1]]
         for start in range(first + 1, len(text), size):
             tokens = text[start : start + size]
-            rows.append(cache.extend([tokens])[0][0])
-            cache.keep([len(tokens)])
+            rows.append(cache.extend([tokens] * num_rows)[0][0])
+            cache.keep([len(tokens)] * num_rows)
     return torch.cat(rows).float()
 
 
 def _logits_at_once(target: PreTrainedModel, text: Sequence[int]) -> Tensor:
-    """The same by one pass over the whole text."""
+    """By one pass over the whole text."""
     ids, model = torch.tensor([list(text)], device=target.device), cast(Any, target)
     logits: Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=len(text) - _first(text)).logits
     return logits[0].float()

@@ -1,15 +1,15 @@
-"""Decoding on a GPU in bfloat16: plain and with drafts, alone and together, of a random target of a middling size.
+"""Decoding on a GPU: plain and with drafts, alone and together, of a random target of a middling size.
 
 python -m pytest -q -s tests/launch/test_launch_decoding_gpu.py
 """
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tiny_targets import make_target
-from transformers import AutoModelForCausalLM
 
 from launch.decoding.cases import Case, Turns
 from launch.decoding.comparison import Comparison
@@ -43,21 +43,25 @@ DRAFT = [
 ]
 NUM_THREADS = 8  # to learn by heart with
 PROMPTS = [[5], [9, 4], list(range(100, 180)), [40, 41] * 20, list(range(900, 930)), [7] * 12, [1, 2, 3], [77, 78, 79, 80]]
-NUM_LEARNT_TOKENS, NUM_NEW_TOKENS = 48, 96
+NUM_LEARNT_TOKENS, NUM_NEW_TOKENS = 40, 64
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """A drafter that has learnt how half of the answers begin by heart, on the CPU in float32; then both in bfloat16."""
-    folder, limits = tmp_path_factory.mktemp("middling"), Limits(NUM_LEARNT_TOKENS)
-    config, on_cpu = make_target(folder, "qwen3", *DRAFT, **MIDDLING)
-    auto: Any = AutoModelForCausalLM
-    target = auto.from_pretrained(folder / "target", dtype=torch.bfloat16).to("cuda").eval()
-    answers = [decode(target, [prompt], limits).decodings[0].tokens for prompt in PROMPTS[:4]]
+def exact(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A target and a drafter that has learnt by heart how half of the answers begin, on the CPU; both in float32."""
+    config, target = make_target(tmp_path_factory.mktemp("middling"), "qwen3", *DRAFT, **MIDDLING)
+    answers = [answer.tokens for answer in decode(target, PROMPTS[:4], Limits(NUM_LEARNT_TOKENS)).decodings]
     torch.set_num_threads(NUM_THREADS)
-    draft = overfit(config, on_cpu, pack(config, on_cpu, PROMPTS[:4], answers), num_steps=100)
+    draft = overfit(config, target, pack(config, target, PROMPTS[:4], answers), num_steps=100)
     torch.set_num_threads(1)
-    return Pair(target, draft.to("cuda", torch.bfloat16).eval(), config.draft)
+    return Pair(target.to("cuda"), draft.to("cuda").eval(), config.draft)
+
+
+@pytest.fixture(scope="module")
+def rounded(exact: Pair) -> Pair:
+    """The same in bfloat16: nearly every answer meets a tie and goes its own way from there."""
+    target: Any = copy.deepcopy(exact.target)
+    return Pair(target.to(torch.bfloat16), copy.deepcopy(exact.draft).to(torch.bfloat16), exact.config)
 
 
 def once(prompt: list[int]) -> Turns:
@@ -87,19 +91,25 @@ def evaluate(pair: Pair, batch_size: int, sampling: Sampling) -> Report:
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 8])
-def test_greedy_answers_are_the_same_but_for_ties(pair: Pair, batch_size: int) -> None:
-    report = evaluate(pair, batch_size, GREEDY)
+def test_in_float32_the_answers_are_the_same(exact: Pair, batch_size: int) -> None:
+    report = evaluate(exact, batch_size, GREEDY)
+    assert report.is_same
+    assert report.total.acceptance > 1.2
+    assert report.total.num_answer_tokens == NUM_NEW_TOKENS * len(PROMPTS)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 8])
+def test_in_bfloat16_they_part_at_ties_only(rounded: Pair, batch_size: int) -> None:
+    report = evaluate(rounded, batch_size, GREEDY)
     assert report.total.lossless is not None
     assert report.total.lossless.num_other == 0
-    assert report.total.acceptance > 1.1
     assert report.total.num_answer_tokens == NUM_NEW_TOKENS * len(PROMPTS)
-    assert report.total.passes_saved > 0
 
 
-def test_sampled_answers_end_and_accept(pair: Pair) -> None:
-    report = evaluate(pair, 4, Sampling(0.7, 0.95))
+def test_sampled_answers_have_their_length(rounded: Pair) -> None:
+    report = evaluate(rounded, 4, Sampling(0.7, 0.95))
     assert report.total.num_answer_tokens == NUM_NEW_TOKENS * len(PROMPTS)
-    assert report.total.acceptance > 1.0
+    assert report.total.lossless is None
 
 
 @pytest.mark.parametrize("num_rows", [1, 4])
@@ -108,9 +118,3 @@ def test_a_recurrent_target_equals_a_new_prefill(tmp_path: Path, num_rows: int) 
     error = largest_error(target.to("cuda"), config.draft.tap_layers, SHORT_PROMPTS[:num_rows])
     print(f"\nlargest error over largest logit, {num_rows} rows: {error:.2g}", flush=True)
     assert error < 0.01  # a state that was not put back is off by several percent
-
-
-def test_in_float32_the_answers_are_the_same(pair: Pair) -> None:
-    whole: Any = pair.target
-    exact = Pair(whole.float(), pair.draft.float(), pair.config)
-    assert evaluate(exact, 4, GREEDY).is_same

@@ -87,8 +87,8 @@ def test_differences_are_told_apart() -> None:
     assert not report.is_same
     text = "\n".join(report.lines())
     assert "case 0, turn 0: the answers differ from token 2 on: the logits of 5 and 6 are 0.125 apart" in text
-    assert "rounding in bfloat16 moves such logits by up to 0.25: a tie" in text
-    assert "0.5 apart, rounding in bfloat16 moves such logits by up to 0.25: NOT a tie" in text
+    assert "rounding in bfloat16 moves such gaps by up to 0.25: a tie" in text
+    assert "0.5 apart, rounding in bfloat16 moves such gaps by up to 0.25: NOT a tie" in text
     assert text.endswith("same tokens        no")
     assert report_of(TIE).lines()[-1] == "same tokens        no: ties within rounding"
     assert "one of them ends there, which rounding does not explain" in "\n".join(report_of(CUT).lines())
