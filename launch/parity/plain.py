@@ -18,6 +18,7 @@ from launch.parity.stages import Reading, Trace, collect
 
 FAR_ROW, FAR_STEP = 4000, 251  # positions up to here are compared in steps, whatever the length of the documents
 KeysValues = tuple[Tensor, Tensor]  # [a, heads, D] each
+Angles = tuple[Tensor, Tensor]  # cosine and sine, [rows, D] each
 
 
 class PlainTarget:
@@ -68,13 +69,16 @@ def read_plain(folder: Folder, target: PlainTarget, documents: list[Document]) -
     for number, document in enumerate(documents):
         taps = target.taps(document, folder.target_layer_ids)
         context = rms_norm(taps.flatten(1) @ folder.tensors["fc.weight"].T, folder.tensors["hidden_norm.weight"], folder.eps)
-        positions = torch.arange(len(document.input_ids))
-        cached = [_keys_values(folder, index, context, positions) for index in range(len(folder.kinds))]
+        angles = _angles(folder.rope, folder.head_dim, torch.arange(len(context)))
+        cached = [_keys_values(folder, index, context, angles) for index in range(len(folder.kinds))]
         yield from _document_readings(folder, document, taps, context, cached, f"document {number}")
+        hidden: dict[str, Tensor] = {}
         for anchor in document.anchors:
             where = f"document {number}, block at row {anchor}"
             for stage, reading in _read_block(folder, target, document, anchor, cached):
+                hidden[where] = reading.values  # of the last one: behind the final norm
                 yield stage, reading._replace(where=named(reading.where, where))
+        yield from _head_readings(folder, target, hidden)
     yield from far_readings(folder)
 
 
@@ -100,20 +104,25 @@ def _read_block(
     yield "tokens", Reading("", tokens[None])
     yield "loss mask", Reading("labels", _labels(document, anchor, size)[None])
     positions = torch.arange(anchor, anchor + size)
-    yield from angle_readings(folder.rope, folder.head_dim, positions, "")
+    angles = _angles(folder.rope, folder.head_dim, positions)
+    yield from name_angles(*angles, positions, "")
     rows = _embed(folder, target, tokens)
     yield "embeddings", Reading("", rows)
     for index, kind in enumerate(folder.kinds):
         mask = visible(kind, anchor, size)
         yield "masks", Reading(f"layer {index}", with_others(mask, torch.zeros(size, dtype=torch.bool)))
         context = cached[index][0][:anchor], cached[index][1][:anchor]
-        rows = _layer(folder, index, rows, positions, context, mask)
+        rows = _layer(folder, index, rows, angles, context, mask)
         yield "hidden states", Reading(f"layer {index}", rows)
-    hidden = rms_norm(rows, folder.tensors["norm.weight"], folder.eps)
-    yield "hidden states", Reading("final norm", hidden)
-    logits = _head(folder, target, hidden[1:])
-    yield "logits", Reading("", logits)
-    yield "accepted tokens", Reading("", logits.argmax(1)[None])
+    yield "hidden states", Reading("final norm", rms_norm(rows, folder.tensors["norm.weight"], folder.eps))
+
+
+def _head_readings(folder: Folder, target: PlainTarget, hidden: dict[str, Tensor]) -> Iterator[tuple[str, Reading]]:
+    """Logits and drafts of a document's blocks, in one product: the head is large, and a block has few rows."""
+    rows = torch.cat([block[1:] for block in hidden.values()])
+    for where, logits in zip(hidden, torch.split(_head(folder, target, rows), folder.block_size - 1), strict=True):
+        yield "logits", Reading(where, logits)
+        yield "accepted tokens", Reading(where, logits.argmax(1)[None])
 
 
 def far_readings(folder: Folder) -> Iterator[tuple[str, Reading]]:
@@ -160,7 +169,7 @@ def name_angles(cosine: Tensor, sine: Tensor, positions: Tensor, where: str) -> 
         yield "rotary angles", Reading(named(name, where), values, scale)
 
 
-def _angles(rope: Rope, head_dim: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+def _angles(rope: Rope, head_dim: int, positions: Tensor) -> Angles:
     angles = positions[:, None].float() * rope.inv_freq[None, :]
     rest = head_dim - 2 * len(rope.inv_freq)
     pad = torch.zeros(len(positions), rest)
@@ -169,9 +178,9 @@ def _angles(rope: Rope, head_dim: int, positions: Tensor) -> tuple[Tensor, Tenso
     return turned.cos() * scale, turned.sin() * scale
 
 
-def _rotate(folder: Folder, heads: Tensor, positions: Tensor) -> Tensor:
+def _rotate(folder: Folder, heads: Tensor, angles: Angles) -> Tensor:
     """[rows, heads, D], pairing channel i with channel i + D' / 2 of the D' that are rotated."""
-    cosine, sine = _angles(folder.rope, folder.head_dim, positions)
+    cosine, sine = angles
     half = len(folder.rope.inv_freq)
     first, second, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
     partners = torch.cat([-second, first, rest], dim=-1)
@@ -188,20 +197,20 @@ def _split(folder: Folder, rows: Tensor) -> Tensor:
     return rows.view(len(rows), -1, folder.head_dim)
 
 
-def _keys_values(folder: Folder, index: int, rows: Tensor, positions: Tensor) -> KeysValues:
+def _keys_values(folder: Folder, index: int, rows: Tensor, angles: Angles) -> KeysValues:
     key, value = (_split(folder, rows @ folder.tensors[f"layers.{index}.self_attn.{part}_proj.weight"].T) for part in "kv")
     key = rms_norm(key, folder.tensors[f"layers.{index}.self_attn.k_norm.weight"], folder.eps)
-    return _rotate(folder, key, positions), value
+    return _rotate(folder, key, angles), value
 
 
-def _layer(folder: Folder, index: int, rows: Tensor, positions: Tensor, context: KeysValues, mask: Tensor) -> Tensor:
+def _layer(folder: Folder, index: int, rows: Tensor, angles: Angles, context: KeysValues, mask: Tensor) -> Tensor:
     """Block rows [B, H] through one layer."""
     prefix = f"layers.{index}."
     weight = {name.removeprefix(prefix): tensor for name, tensor in folder.tensors.items() if name.startswith(prefix)}
     normed = rms_norm(rows, weight["input_layernorm.weight"], folder.eps)
     query = _split(folder, normed @ weight["self_attn.q_proj.weight"].T)
-    query = _rotate(folder, rms_norm(query, weight["self_attn.q_norm.weight"], folder.eps), positions)
-    own = _keys_values(folder, index, normed, positions)
+    query = _rotate(folder, rms_norm(query, weight["self_attn.q_norm.weight"], folder.eps), angles)
+    own = _keys_values(folder, index, normed, angles)
     group = folder.num_heads // folder.num_key_value_heads
     key, value = (torch.cat(both).repeat_interleave(group, dim=1) for both in zip(context, own, strict=True))
     scores = torch.einsum("qhd,khd->hqk", query, key) * folder.head_dim**-0.5
