@@ -28,7 +28,7 @@ from services.drafter.step import HEAD_CHUNK_ROWS, PackedBatch
 from services.drafter.visibility import BlockPlaces, KeyRuns, key_runs
 
 _NUM_KERNELS = 30
-_CHUNKS = (HEAD_CHUNK_ROWS, 1536, 2560, 3840)
+_CHUNKS = (1024, HEAD_CHUNK_ROWS, 2560, 3840)
 
 
 def random_rows(*shape: int) -> Tensor:
@@ -93,7 +93,7 @@ def attention_ways(runs: KeyRuns, num_context: int, num_rows: int) -> Iterator[t
     for tilings in (
         Tilings(),
         Tilings(Tiling(128, 128, 8, 2), Tiling(128, 64, 8, 3), Tiling(64, 128, 8, 3)),
-        Tilings(Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), num_splits=2),
+        Tilings(Tiling(128, 64, 8, 3), Tiling(128, 64, 8, 2), Tiling(64, 128, 8, 2), num_splits=4),
         Tilings(num_splits=1),
     ):
         name = "/".join(",".join(map(str, tiling)) for tiling in tilings[:3])

@@ -20,7 +20,7 @@ from services.drafter.model import DraftModel
 from services.drafter.upload import upload
 from services.drafter.visibility import BlockPlaces, Ints, key_runs
 
-HEAD_CHUNK_ROWS = 1024  # 0.5 GB of bfloat16 logits at a vocabulary of 248,320
+HEAD_CHUNK_ROWS = 1536  # 0.8 GB of bfloat16 logits at a vocabulary of 248,320
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,10 +35,10 @@ class Tiling(NamedTuple):
 class Tilings(NamedTuple):
     """Of the three kernels, and how many programs share the query heads of a key head over context keys."""
 
-    output: Tiling = Tiling(128, 64, 8, 3)
-    of_query: Tiling = Tiling(128, 64, 8, 2)
-    of_keys: Tiling = Tiling(64, 128, 8, 2)
-    num_splits: int = 4
+    output: Tiling = Tiling(64, 64, 4, 3)
+    of_query: Tiling = Tiling(128, 64, 8, 3)
+    of_keys: Tiling = Tiling(64, 64, 4, 2)
+    num_splits: int = 2
 
 
 _WIDE_HEADS = Tilings(Tiling(128, 32, 8, 2), Tiling(128, 32, 8, 2), Tiling(32, 64, 8, 2))  # what fits for D = 256
