@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from launch import walk as walking
 from launch.walk import walk
 from services.drafter.checkpoint import checkpoint_folder, draft_identity, load_weights
 from services.drafter.model import DraftModel
-from tests.launch.launched_runs import CONFIG, LaunchedRun
+from tests.launch.launched_runs import CONFIG, ROOT, LaunchedRun
 from tests.launch.tiny_chat_model import save_chat_model
 
 SETTINGS: tuple[str, ...] = ("plan.epochs=8", "checkpoint.every_steps=9", "checkpoint.keep=1", "evaluation.every_steps=6")
@@ -128,3 +129,13 @@ def test_prepare_keeps_what_a_row_says_of_its_kind(tmp_path: Path) -> None:
     arguments = ["--model", str(tmp_path / "model"), "--input", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "set")]
     assert prepare.main(arguments) == 0
     assert Dataset.open(tmp_path / "set").categories == ["maths", "code", "web", "", "", "chat", "?x"]
+
+
+def test_status_shows_the_best_checkpoint(config: Path, run: LaunchedRun) -> None:
+    run.start(*SETTINGS, "plan.epochs=400", config=config)
+    run.wait_until(lambda: find_best(run.directory) is not None)
+    command = [sys.executable, "-m", "launch.control", str(run.directory), "status"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert re.search(r"acceptance \d\.\d\d \(best \d\.\d\d at step \d+\)", shown), shown
+    found = json.loads(subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, check=True, timeout=60).stdout)
+    assert found["best_step"] >= 6 and found["best_acceptance"] >= 1.0
