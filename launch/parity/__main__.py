@@ -23,10 +23,10 @@ Exit code 0: the same; 1: something differs, or another setting is better; 2: ba
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
+import msgspec
 import torch
 
 from common.errors import HeadraceError
@@ -73,7 +73,8 @@ def main(argv: list[str] | None = None) -> int:
     except HeadraceError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(to_json(report), indent=2) if as_json else format_report(report))
+    as_text = msgspec.json.format(msgspec.json.encode(to_json(report)), indent=2).decode()  # null for what is not finite
+    print(as_text if as_json else format_report(report))
     return 0 if report.same else 1
 
 

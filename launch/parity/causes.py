@@ -169,7 +169,10 @@ def _belongs(name: str, stage: str, where: str) -> bool:
 
 
 def _differs(needed: Tensor, found: Tensor | None) -> bool:
-    return found is None or found.shape != needed.shape or bool((found - needed).abs().max() > ROUNDING * needed.abs().max())
+    """Beyond rounding, or not a number."""
+    if found is None or found.shape != needed.shape:
+        return True
+    return not bool((found - needed).abs().max() <= ROUNDING * needed.abs().max())
 
 
 def _is_constant(tensor: Tensor) -> bool:

@@ -16,7 +16,7 @@ from launch.parity.folder import Folder, LayerKind, Rope
 from launch.parity.probe import Document, candidates
 from launch.parity.stages import Reading, Trace, collect
 
-FAR_ROW, FAR_STEP = 4000, 251  # positions up to here are compared in steps, whatever the length of the documents
+FAR_ROW, FAR_STEP = 40000, 2503  # positions up to here are compared in steps, whatever the length of the documents
 KeysValues = tuple[Tensor, Tensor]  # [a, heads, D] each
 Angles = tuple[Tensor, Tensor]  # cosine and sine, [rows, D] each
 

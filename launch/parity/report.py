@@ -2,8 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import torch
-
 from launch.parity.causes import likely_cause
 from launch.parity.sides import Outcome
 from launch.parity.stages import EXACT_STAGES, ROUNDING, STAGES, Trace, Verdict, compare, find, first_difference
@@ -133,8 +131,4 @@ def to_json(report: Report) -> dict[str, Any]:
 
 
 def _verdict_to_json(verdict: Verdict) -> dict[str, Any]:
-    values = verdict._asdict() | {"same": verdict.same, "place": verdict.place._asdict() if verdict.place else None}
-    return {
-        name: None if isinstance(value, float) and not torch.tensor(value).isfinite() else value
-        for name, value in values.items()
-    }
+    return verdict._asdict() | {"same": verdict.same, "place": verdict.place._asdict() if verdict.place else None}

@@ -227,6 +227,22 @@ def test_beside_the_target_alone_what_contradicts_it_is_named(
     assert not shows or cause in report["cause"]
 
 
+def test_a_window_that_no_document_reaches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", "draft.sliding_window=5000")
+    edit_config(run / "export", sliding_window=4999)
+    code, report = compare(capsys, run)
+    assert (code, report["first_difference"]) == (1, "masks")
+    assert place(report)["where"] == "layer 0, block at row 40000 of a long document"
+    assert report["cause"].endswith("the first row of a block sees 4999 rows, the drafter learnt with 5000")
+
+
+def test_a_number_that_is_none(untouched: Path, drafter: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit_tensor(drafter, "layers.0.mlp.up_proj.weight", lambda weight: weight * float("nan"))
+    code, report = compare(capsys, drafter, "--reference", untouched)
+    assert (code, report["first_difference"], place(report)["found"]) == (1, "hidden states", None)
+    assert report["cause"].endswith(": layers.0.mlp.up_proj.weight")
+
+
 def test_a_random_head(untouched: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(untouched / "target", tmp_path / "target")
     edit_tensor(tmp_path / "target", "lm_head.weight", lambda weight: torch.randn_like(weight) * weight.std())
