@@ -15,6 +15,7 @@ from transformers.activations import ACT2FN
 from launch.parity.folder import Folder, LayerKind, Rope
 from launch.parity.probe import Document, candidates
 from launch.parity.stages import Reading, Trace, collect
+from services.target.linear_attention import choose_kernels
 
 FAR_ROW, FAR_STEP = 40000, 2503  # positions up to here are compared in steps, whatever the length of the documents
 KeysValues = tuple[Tensor, Tensor]  # [a, heads, D] each
@@ -26,6 +27,7 @@ class PlainTarget:
 
     def __init__(self, model: PreTrainedModel) -> None:
         whole: Any = model
+        choose_kernels(whole.get_decoder(), model.device)  # left to itself, transformers runs those of a GPU on the CPU
         self.model = model
         self.embed = whole.get_input_embeddings()
         self.head = whole.get_output_embeddings()
