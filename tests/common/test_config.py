@@ -257,6 +257,7 @@ def test_the_qwen3_8b_run(tmp_path: Path) -> None:
         12288,
     )
     assert draft.mask_token_id == 151669
+    assert loaded.targets.compile
 
 
 def test_the_demo_run(tmp_path: Path) -> None:
