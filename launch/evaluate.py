@@ -27,11 +27,12 @@ from common.config import Config, DType
 from common.errors import DataError, HeadraceError
 from launch.acceptance_picture import draw_acceptance
 from launch.chat import load_tokenizer
+from launch.decoding.answer import Decoding, Limits
 from launch.decoding.cases import Case, file_cases, first_of_each_category, held_out_cases, typed_case
 from launch.decoding.comparison import Comparison, Outcome
 from launch.decoding.pair import Pair, config_of_folders, load_pair, with_dtype
 from launch.decoding.sampling import Sampling
-from launch.decoding.speculate import Decoding, Limits
+from launch.device import parse_device
 from launch.evaluation_report import Report, Setup, make_report
 from launch.full_target import stop_tokens
 
@@ -138,13 +139,6 @@ def _column(heading: str, text: str) -> Iterator[str]:
         yield from textwrap.wrap(line, COLUMN_WIDTH, replace_whitespace=False) or [""]
 
 
-def _device(text: str) -> torch.device:
-    try:
-        return torch.device(text)
-    except RuntimeError as error:
-        raise argparse.ArgumentTypeError(f"needed cpu or cuda:N, found {text}") from error
-
-
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -161,7 +155,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: %(default)s)")
     add("--top-p", type=float, default=1.0, metavar="P", help="of sampling (default: %(default)s)")
     add("--seed", type=int, default=0, metavar="N", help="of sampling (default: %(default)s)")
-    add("--device", type=_device, default=torch.device("cpu"), help="cpu or cuda:N (default: cpu)")
+    add("--device", type=parse_device, default=torch.device("cpu"), help="cpu or cuda:N (default: cpu)")
     add("--dtype", choices=["float32", "bfloat16"], help="of both models (default: the run's, or float32 on a CPU)")
     add("--threads", type=int, default=2, metavar="N", help="of the CPU (default: %(default)s)")
     add("--show", type=int, default=3, metavar="N", help="answers to print (default: %(default)s)")

@@ -5,12 +5,15 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+from launch.decoding.answer import Decoding, Limits, max_length
 from launch.decoding.cases import Case
 from launch.decoding.difference import Difference, find_difference
 from launch.decoding.pair import Pair
 from launch.decoding.sampling import GREEDY
-from launch.decoding.speculate import Batch, Decoding, Limits, decode, max_length, speculate
+from launch.decoding.speculate import Batch, decode, speculate
 from launch.masking import TEMPLATE_ERRORS
+
+_WARM_UP_TOKENS = 32
 
 
 class Turn(NamedTuple):
@@ -56,7 +59,8 @@ class Comparison:
     def warm_up(self) -> None:
         """Decode something of no interest, so that kernels are compiled and chosen before anything is timed."""
         config = self._pair.config
-        prompts, limits = [[config.mask_token_id] * 32] * self._batch_size, Limits(2 * config.block_size)
+        prompt = [config.mask_token_id] * min(_WARM_UP_TOKENS, self._max_length)
+        prompts, limits = [prompt] * self._batch_size, Limits(2 * config.block_size)
         decode(self._pair.target, prompts, limits)
         speculate(*self._pair, prompts, limits)
 

@@ -5,9 +5,8 @@ target (dflash.md section 4). Shapes: R rows, B block size, n drafts of a round,
 """
 
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,36 +14,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from common.config import DraftConfig
-from common.errors import DataError
+from launch.decoding.answer import Answer, Decoding, Limits, Prompts, begin_answers
 from launch.decoding.block_drafter import BlockDrafter
-from launch.decoding.sampling import GREEDY, Sampling, accept, draw, probabilities
+from launch.decoding.sampling import Sampling, accept, draw, probabilities
 from launch.decoding.target_cache import TargetCache
 from services.drafter.model import DraftModel
-
-Prompts = Sequence[Sequence[int]]
-
-
-class Limits(NamedTuple):
-    """How an answer is chosen and where it ends."""
-
-    max_new_tokens: int
-    stop_tokens: Collection[int] = ()
-    sampling: Sampling = GREEDY
-
-
-@dataclass(frozen=True)
-class Decoding:
-    """The answer to one prompt.
-
-    Attributes:
-        tokens: the new tokens, up to and with the first stop token.
-        num_target_passes: passes of the target that this prompt took part in, the prefill included.
-        accepted: drafts accepted and emitted, per verification round; empty without drafts.
-    """
-
-    tokens: list[int]
-    num_target_passes: int
-    accepted: list[int]
 
 
 @dataclass(frozen=True)
@@ -54,33 +28,6 @@ class Batch:
     decodings: list[Decoding]
     prefill_s: float
     decode_s: float
-
-
-@dataclass
-class _Answer:
-    """One answer as it grows."""
-
-    num_positions: int  # of the target, behind the prompt
-    max_tokens: int
-    stop_tokens: Collection[int]
-    random: np.random.Generator
-    tokens: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    num_target_passes: int = 0
-
-    @property
-    def room(self) -> int:
-        """Tokens that may still come."""
-        return 0 if self.tokens and self.tokens[-1] in self.stop_tokens else self.max_tokens - len(self.tokens)
-
-    def add(self, tokens: Sequence[int]) -> int:
-        """Append as many as there is room for, up to the first stop token; returns how many."""
-        before = len(self.tokens)
-        for token in tokens[: self.room]:
-            self.tokens.append(token)
-            if token in self.stop_tokens:
-                break
-        return len(self.tokens) - before
 
 
 class _Clock:
@@ -96,17 +43,10 @@ class _Clock:
             torch.cuda.synchronize(self._device)
         self._marks_s.append(time.perf_counter())
 
-    def stop(self, answers: list[_Answer]) -> Batch:
+    def stop(self, answers: list[Answer]) -> Batch:
         self.mark()
         began, prefilled, ended = self._marks_s
-        decodings = [Decoding(answer.tokens, answer.num_target_passes, answer.accepted) for answer in answers]
-        return Batch(decodings, prefilled - began, ended - prefilled)
-
-
-def max_length(target: PreTrainedModel) -> int:
-    """The number of positions that the target was made for."""
-    length: int = target.config.get_text_config(decoder=True).max_position_embeddings
-    return length
+        return Batch([answer.decoding for answer in answers], prefilled - began, ended - prefilled)
 
 
 @torch.inference_mode()
@@ -123,7 +63,7 @@ def decode(target: PreTrainedModel, prompts: Prompts, limits: Limits, seeds: Seq
         DataError: a prompt is empty or longer than the target's positions, or no new token is asked for.
         ModelError: the target's cache cannot hold these prompts together.
     """
-    answers, clock = _begin(target, prompts, limits, seeds), _Clock(target.device)
+    answers, clock = begin_answers(target, prompts, limits, seeds), _Clock(target.device)
     with TargetCache(target) as cache:
         logits, _ = cache.prefill(prompts)
         _add_one(answers, logits, limits.sampling)
@@ -161,7 +101,7 @@ def speculate(
         limits: of every answer.
         seeds: what each prompt's random numbers come from; by default its number.
     """
-    answers, clock = _begin(target, prompts, limits, seeds), _Clock(target.device)
+    answers, clock = begin_answers(target, prompts, limits, seeds), _Clock(target.device)
     drafter = BlockDrafter(draft, config, target, len(prompts))
     with TargetCache(target, config.tap_layers) as cache:
         logits, taps = cache.prefill(prompts)
@@ -178,39 +118,21 @@ def speculate(
     return clock.stop(answers)
 
 
-def _begin(target: PreTrainedModel, prompts: Prompts, limits: Limits, seeds: Sequence[Sequence[int]]) -> list[_Answer]:
-    longest = max_length(target)
-    for number, prompt in enumerate(prompts):
-        if not 1 <= len(prompt) <= longest:
-            raise DataError(f"prompt {number}: needed 1 to {longest} tokens, found {len(prompt)}")
-    if limits.max_new_tokens < 1:
-        raise DataError(f"max_new_tokens: needed at least 1, found {limits.max_new_tokens}")
-    return [
-        _Answer(
-            num_positions=longest - len(prompt),
-            max_tokens=min(limits.max_new_tokens, longest - len(prompt) + 1),  # the last one needs no position
-            stop_tokens=limits.stop_tokens,
-            random=np.random.Generator(np.random.Philox(np.random.SeedSequence(list(seed)))),
-        )
-        for prompt, seed in zip(prompts, seeds or [[number] for number in range(len(prompts))], strict=True)
-    ]
-
-
-def _with_room(alive: list[_Answer], cache: TargetCache) -> list[int]:
+def _with_room(alive: list[Answer], cache: TargetCache) -> list[int]:
     """The rows that go on; what each has cost is noted before any of them leaves the cache."""
     for answer, num_passes in zip(alive, cache.num_passes, strict=True):
         answer.num_target_passes = num_passes
     return [row for row, answer in enumerate(alive) if answer.room]
 
 
-def _add_one(alive: list[_Answer], logits: Tensor, sampling: Sampling) -> None:
+def _add_one(alive: list[Answer], logits: Tensor, sampling: Sampling) -> None:
     """Choose the next token of every answer from its logits [R, V]."""
     uniforms = torch.tensor([answer.random.random() for answer in alive], dtype=torch.float64, device=logits.device)
     for answer, token in zip(alive, draw(probabilities(logits, sampling), uniforms).tolist(), strict=True):
         answer.add([token])
 
 
-def _round(alive: list[_Answer], drafter: BlockDrafter, cache: TargetCache, num_slots: int, sampling: Sampling) -> list[Tensor]:
+def _round(alive: list[Answer], drafter: BlockDrafter, cache: TargetCache, num_slots: int, sampling: Sampling) -> list[Tensor]:
     """Draft, verify and emit; the tokens of the cache are pending.
 
     Every row draws the same number of random numbers whatever the others do, so an answer does not depend on them.

@@ -15,8 +15,9 @@ from transformers import AutoConfig
 
 from common.config import Config
 from common.errors import CheckpointError
+from launch.decoding.answer import Limits
 from launch.decoding.block_drafter import BlockDrafter
-from launch.decoding.speculate import Limits, speculate
+from launch.decoding.speculate import speculate
 from services.drafter.drafter_folder import load_drafter
 from services.drafter.export import export
 from services.drafter.model import DraftModel

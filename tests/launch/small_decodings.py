@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.config import Config
-from launch.decoding.speculate import Decoding, Limits, decode, speculate
+from launch.decoding.answer import Decoding, Limits
+from launch.decoding.cases import Turns
+from launch.decoding.speculate import decode, speculate
 from launch.decoding.target_cache import TargetCache
 from services.drafter.anchors import Blocks, all_blocks
 from services.drafter.model import DraftModel
@@ -90,3 +92,8 @@ def overfit(config: Config, target: Any, batch: PackedBatch, num_steps: int = 80
         loss.backward()
         optimizer.step()
     return draft
+
+
+def once(prompt: list[int]) -> Turns:
+    """A conversation of one turn."""
+    yield prompt

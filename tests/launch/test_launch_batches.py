@@ -6,10 +6,14 @@ from typing import Any
 import pytest
 from tiny_targets import make_target
 
+from launch.decoding.answer import Limits
+from launch.decoding.cases import Case
+from launch.decoding.comparison import Comparison
+from launch.decoding.pair import Pair
 from launch.decoding.sampling import GREEDY, Sampling
-from launch.decoding.speculate import Limits, decode, speculate
+from launch.decoding.speculate import decode, speculate
 from services.drafter.model import DraftModel
-from tests.launch.small_decodings import KINDS, PROMPTS, greedy, overfit, pack
+from tests.launch.small_decodings import KINDS, PROMPTS, greedy, once, overfit, pack
 
 SAMPLED = Sampling(temperature=0.5, top_p=0.9)
 
@@ -56,3 +60,12 @@ def test_positions_past_the_end_are_never_computed(tmp_path: Path) -> None:
     target.model.rotary_emb.register_forward_pre_hook(note)
     speculate(target, DraftModel(config), config.draft, [[7] * 14, [3, 4]], Limits(99))
     assert longest == 19
+
+
+def test_warming_up_fits_any_target_and_changes_no_answer(tmp_path: Path) -> None:
+    config, target = make_target(tmp_path, "qwen3", max_position_embeddings=20)
+    comparison = Comparison(Pair(target, DraftModel(config), config.draft), Limits(9), seed=0, batch_size=2)
+    comparison.warm_up()
+    (outcome,) = comparison.run([Case(str(number), "all", once([number])) for number in range(2)])
+    assert [turn.plain for turn in outcome.turns] == [greedy(target, [number], 9) for number in range(2)]
+    assert not any(turn.difference for turn in outcome.turns)

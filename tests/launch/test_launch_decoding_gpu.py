@@ -11,15 +11,16 @@ import pytest
 import torch
 from tiny_targets import make_target
 
-from launch.decoding.cases import Case, Turns
+from launch.decoding.answer import Limits
+from launch.decoding.cases import Case
 from launch.decoding.comparison import Comparison
 from launch.decoding.pair import Pair
 from launch.decoding.sampling import GREEDY, Sampling
-from launch.decoding.speculate import Limits, decode
+from launch.decoding.speculate import decode
 from launch.evaluation_report import Report, Setup, make_report
 from tests.launch.cache_rounds import largest_error
 from tests.launch.small_decodings import PROMPTS as SHORT_PROMPTS
-from tests.launch.small_decodings import RECURRENT, overfit, pack
+from tests.launch.small_decodings import RECURRENT, once, overfit, pack
 
 pytestmark = pytest.mark.gpu
 
@@ -62,10 +63,6 @@ def rounded(exact: Pair) -> Pair:
     """The same in bfloat16: nearly every answer meets a tie and goes its own way from there."""
     target: Any = copy.deepcopy(exact.target)
     return Pair(target.to(torch.bfloat16), copy.deepcopy(exact.draft).to(torch.bfloat16), exact.config)
-
-
-def once(prompt: list[int]) -> Turns:
-    yield prompt
 
 
 def evaluate(pair: Pair, batch_size: int, sampling: Sampling) -> Report:

@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 from launch.acceptance_picture import draw_acceptance
+from launch.decoding.answer import Decoding
 from launch.decoding.cases import Case, Turns
 from launch.decoding.comparison import Outcome, Turn
 from launch.decoding.difference import Difference
-from launch.decoding.speculate import Batch, Decoding
+from launch.decoding.speculate import Batch
 from launch.evaluation_report import Lossless, Report, Setup, make_report
 
 SETUP = Setup(

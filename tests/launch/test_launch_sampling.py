@@ -15,8 +15,9 @@ from tiny_targets import make_target
 from torch import Tensor
 
 from launch.decoding import speculate as decoding
+from launch.decoding.answer import Limits
 from launch.decoding.sampling import GREEDY, Sampling, accept, draw, probabilities
-from launch.decoding.speculate import Limits, decode, speculate
+from launch.decoding.speculate import decode, speculate
 from services.drafter.model import DraftModel
 
 VOCABULARY, NUM_TOKENS, NUM_SAMPLES, BATCH = 4, 4, 6000, 500

@@ -12,8 +12,9 @@ import torch
 from tiny_targets import make_target
 
 from common.errors import DataError
+from launch.decoding.answer import Limits
 from launch.decoding.block_drafter import BlockDrafter
-from launch.decoding.speculate import Limits, decode
+from launch.decoding.speculate import decode
 from services.drafter.evaluation import evaluate_batch, summarise
 from services.drafter.model import DraftModel
 from services.drafter.step import block_hidden
