@@ -47,9 +47,9 @@ class _Record(msgspec.Struct):
 def find_best(run_dir: Path) -> Evaluation | None:
     """The highest held-out acceptance among the checkpoints of a run, the first of equals; None where none was measured.
 
-    May be called while checkpoints come and go.
+    May be called while checkpoints come and go; one that is being written does not count.
     """
-    found = (_read(path) for path in sorted((run_dir / "checkpoints").glob("step-*/checkpoint.json")))
+    found = (_read(path) for path in sorted((run_dir / "checkpoints").glob("step-*[0-9]/checkpoint.json")))
     measured = [evaluation for evaluation in found if evaluation is not None]
     return max(measured, key=lambda evaluation: evaluation.acceptance, default=None)
 

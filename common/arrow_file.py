@@ -144,7 +144,8 @@ def _is_readable(schema: pa.Schema) -> bool:
 
 def _categories(batch: pa.RecordBatch) -> list[str | None]:
     """A column of that name that holds something else is somebody else's."""
-    if "category" not in batch.schema.names or not pa.types.is_string(batch.schema.field("category").type):
+    kind = batch.schema.field("category").type if "category" in batch.schema.names else None
+    if kind not in (pa.string(), pa.large_string()):
         return [""] * batch.num_rows
     categories: list[str | None] = batch.column("category").to_pylist()
     return categories

@@ -133,7 +133,7 @@ class CheckpointConfig(Section, frozen=True, kw_only=True):
     """When the drafters save; they also save after the last step and when stopped."""
 
     every_steps: int = 500
-    keep: int = 2
+    keep: int = 2  # the newest, beside the best
 
 
 class SupervisionConfig(Section, frozen=True, kw_only=True):

@@ -111,6 +111,9 @@ def test_the_best_stays_whatever_its_age(tmp_path: Path) -> None:
         record = msgspec.structs.replace(checkpoint(step), evaluation=make_evaluation(step, acceptance) if acceptance else None)
         save(tmp_path, record, {}, {}, keep=2)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [f"step-{step:08d}" for step in (2, 5, 6)]
+    aside = tmp_path / "checkpoints" / "step-00000009.partial"
+    aside.mkdir()
+    (aside / "checkpoint.json").write_bytes(msgspec.json.encode({"evaluation": make_evaluation(9, 1.9)}))
     best = find_best(tmp_path)
     assert best == make_evaluation(2, 1.5)  # the first of equals
     save(tmp_path, msgspec.structs.replace(checkpoint(7), evaluation=make_evaluation(7, 1.6)), {}, {}, keep=1)

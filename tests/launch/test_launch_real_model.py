@@ -71,11 +71,13 @@ def check_agreement(run_dir: Path, trained: dict[str, Any], out: Path) -> None:
 
     target = load_full_target(config, CPU)
     held_out = HeldOut.open(config.data)
-    same = [decode_equals_walk(config, target, served, held_out.read(sample_id)) for sample_id in range(NUM_DECODED)]
+    features = TargetFeatures(config, CPU, torch.float32)  # as decoding has them, not as the ring sends them
+    samples = [held_out.read(sample_id) for sample_id in range(NUM_DECODED)]
+    same = [decode_equals_walk(config, target, features, served, sample) for sample in samples]
     assert sum(same) >= NUM_DECODED - 2
 
 
-def decode_equals_walk(config: Config, target: Any, draft: DraftModel, sample: Sample) -> bool:
+def decode_equals_walk(config: Config, target: Any, features: TargetFeatures, draft: DraftModel, sample: Sample) -> bool:
     """Round by round, of every length. False where greedy decoding no longer gives the recorded answer, which a batch made."""
     start = int(sample.loss_mask.argmax())
     prompt, answer = sample.input_ids[:start].tolist(), sample.input_ids[start:].tolist()
@@ -85,8 +87,7 @@ def decode_equals_walk(config: Config, target: Any, draft: DraftModel, sample: S
     assert drafted.tokens == plain
     if plain != answer:
         return False
-    rows = make_rows([sample.input_ids], [sample.loss_mask], [0], len(sample.input_ids))
-    batch = TargetFeatures(config, CPU, torch.float32).pack(rows)  # as decoding has them, not as the ring sends them
+    batch = features.pack(make_rows([sample.input_ids], [sample.loss_mask], [0], len(sample.input_ids)))
     walked = evaluate_batch(draft, *load_embedding_and_head(config, CPU), batch, config)[0]
     assert np.bincount(drafted.accepted, minlength=config.draft.block_size).tolist() == walked.tolist()
     return True
