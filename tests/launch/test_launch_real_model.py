@@ -18,7 +18,8 @@ from common.arrow_file import Sample
 from common.config import Config
 from common.held_out import HeldOut
 from launch import demo, export
-from launch.decoding.speculate import Limits, decode, speculate
+from launch.decoding.answer import Limits
+from launch.decoding.speculate import decode, speculate
 from launch.full_target import load_full_target, stop_tokens
 from launch.import_draft import take_over
 from launch.summary import read_series
