@@ -30,6 +30,7 @@ import msgspec
 import torch
 
 from common.errors import HeadraceError
+from launch.device import parse_device
 from launch.parity.report import format_report, make_report, to_json
 from launch.parity.sides import Request, run_both
 
@@ -46,7 +47,7 @@ def parse(argv: list[str] | None) -> tuple[Request, bool]:
     parser.add_argument("--step", type=int, metavar="N", help="of the run's checkpoint (default: the newest)")
     parser.add_argument("--num-documents", type=int, default=4, metavar="N", help="default: %(default)s")
     parser.add_argument("--max-tokens", type=int, default=192, metavar="N", help="of a document (default: %(default)s)")
-    parser.add_argument("--device", type=_device, default="cpu", help="of the target (default: %(default)s)")
+    parser.add_argument("--device", type=parse_device, default="cpu", help="of the target (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="of the CPU (default: %(default)s)")
     parser.add_argument("--trials", action="store_true", help="draft again under other settings and see what is accepted")
     parser.add_argument("--json", action="store_true", help="for programs")
@@ -56,13 +57,6 @@ def parse(argv: list[str] | None) -> tuple[Request, bool]:
             parser.error(f"--{name.replace('_', '-')}: needed at least 1, found {getattr(arguments, name)}")
     torch.set_num_threads(arguments.threads)
     return Request(**{name: getattr(arguments, name) for name in Request._fields}), arguments.json
-
-
-def _device(text: str) -> torch.device:
-    try:
-        return torch.device(text)
-    except RuntimeError as error:
-        raise argparse.ArgumentTypeError(f"needed cpu or cuda:N, found {text}") from error
 
 
 def main(argv: list[str] | None = None) -> int:
