@@ -9,18 +9,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from common.config import Config
 from common.weights import fill_random, read_initializer_range
 from launch.generator import load_model
+from services.target.linear_attention import choose_kernels
 
 
 def load_full_target(config: Config, device: torch.device) -> PreTrainedModel:
     """The target of a run in `config.model.dtype`: read from its folder, or the same random one as in training.
 
     Raises:
-        ModelError: the folder or its weights are missing or damaged.
+        ModelError: the folder or its weights are missing or damaged, or a GPU lacks the kernels of a hybrid target.
     """
     folder = Path(config.model.path).expanduser()
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     model: Any = _make_random(config, folder, device, dtype) if config.model.random_init else load_model(folder, device)
     target: PreTrainedModel = model.to(device, dtype).eval()
+    choose_kernels(target, device)
     return target
 
 
