@@ -35,6 +35,7 @@ from launch.decoding.sampling import Sampling
 from launch.device import parse_device
 from launch.evaluation_report import Report, Setup, make_report
 from launch.full_target import stop_tokens
+from launch.prepare import parse_setting
 
 COLUMN_WIDTH = 56
 
@@ -92,12 +93,12 @@ def setup_of(config: Config, drafter: Path, pair: Pair, options: argparse.Namesp
 def choose_cases(config: Config, options: argparse.Namespace) -> tuple[list[Case], Counter[str]]:
     """What the command line asks for, and what is wrong with other rows of the prompt files."""
     unusable: Counter[str] = Counter()
-    folder = Path(config.model.path).expanduser()
+    folder, settings = Path(config.model.path).expanduser(), dict(options.template_set)
     if options.prompt is not None:
-        return [typed_case(load_tokenizer(folder), options.prompt)], unusable
+        return [typed_case(load_tokenizer(folder), options.prompt, settings)], unusable
     if not options.prompts:
         return held_out_cases(config, options.num_prompts or 1), unusable
-    cases = file_cases(options.prompts, load_tokenizer(folder), unusable)
+    cases = file_cases(options.prompts, load_tokenizer(folder), unusable, settings)
     return first_of_each_category(cases, options.num_prompts or len(cases)), unusable
 
 
@@ -150,6 +151,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     source.add_argument("--prompt", metavar="TEXT", help="a message of a user")
     source.add_argument("--prompts", action="append", default=[], metavar="FILE", help="of conversations; may be repeated")
     add("--num-prompts", type=int, metavar="N", help="of each category (default: all of a file, 1 held-out sample)")
+    add("--template-set", type=parse_setting, action="append", default=[], metavar="KEY=VALUE", help="of the chat template")
     add("--max-new-tokens", type=int, default=48, metavar="N", help="of an answer (default: %(default)s)")
     add("--batch-size", type=int, default=1, metavar="N", help="prompts decoded together (default: %(default)s)")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: %(default)s)")
@@ -178,8 +180,9 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
         parser.error(f"--temperature: needed 0 or more, found {arguments.temperature}")
     if not 0 < arguments.top_p <= 1:
         parser.error(f"--top-p: needed more than 0 and at most 1, found {arguments.top_p}")
-    if arguments.device.type == "cuda" and not torch.cuda.is_available():
-        parser.error(f"--device: needed a CUDA device for {arguments.device}, found none")
+    device, num_devices = arguments.device, torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= num_devices:
+        parser.error(f"--device {device}: needed that many CUDA devices, found {num_devices}")
 
 
 def _configure(options: argparse.Namespace) -> tuple[Config, Path]:

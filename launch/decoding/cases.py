@@ -1,9 +1,10 @@
 """What is decoded: held-out samples, files of prompts, or one typed message; with a category each."""
 
 from collections import Counter
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,6 +15,7 @@ from launch.chat import render
 from launch.conversations import Message
 from launch.prompts import Script, read_scripts
 
+Settings = Mapping[str, Any]  # variables of a chat template
 Turns = Generator[list[int], list[int], None]  # gives the prompt of each turn, takes the answer to it
 
 
@@ -25,20 +27,25 @@ class Case(NamedTuple):
     turns: Turns
 
 
-def typed_case(tokenizer: PreTrainedTokenizerBase, text: str) -> Case:
-    """A user's message through the target's chat template."""
+def typed_case(tokenizer: PreTrainedTokenizerBase, text: str, settings: Settings = MappingProxyType({})) -> Case:
+    """A user's message through the target's chat template, whose variables `settings` are."""
     script = Script([{"role": "user", "content": text}, None])
-    return Case(f'prompt "{text}"', "typed", hold(script, tokenizer))
+    return Case(f'prompt "{text}"', "typed", hold(script, tokenizer, settings))
 
 
-def file_cases(sources: Sequence[str], tokenizer: PreTrainedTokenizerBase, unusable: Counter[str]) -> list[Case]:
+def file_cases(
+    sources: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    unusable: Counter[str],
+    settings: Settings = MappingProxyType({}),
+) -> list[Case]:
     """The conversations of files (see launch/prompts.py); a row without a category has that of its file's name.
 
     Raises:
         DataError: no such file, or nothing in it to answer.
     """
     return [
-        Case(f"{Path(source).name} {number}", script.category or Path(source).stem, hold(script, tokenizer))
+        Case(f"{Path(source).name} {number}", script.category or Path(source).stem, hold(script, tokenizer, settings))
         for source in sources
         for number, script in enumerate(read_scripts(source, None, unusable))
     ]
@@ -69,14 +76,14 @@ def first_of_each_category(cases: Sequence[Case], num_each: int) -> list[Case]:
     return [cases[number] for number in _first_of_each([case.category for case in cases], num_each)]
 
 
-def hold(script: Script, tokenizer: PreTrainedTokenizerBase) -> Turns:
+def hold(script: Script, tokenizer: PreTrainedTokenizerBase, settings: Settings) -> Turns:
     """Turn after turn, each prompt with the answers before it."""
     messages: list[Message] = []
     for turn in script.turns:
         if turn is not None:
             messages.append({key: value for key, value in turn.items() if key != "weight"})
             continue
-        answer = yield render(tokenizer, messages, generation_prompt=True, tools=script.tools)
+        answer = yield render(tokenizer, messages, generation_prompt=True, tools=script.tools, settings=dict(settings))
         messages.append({"role": "assistant", "content": str(tokenizer.decode(answer, skip_special_tokens=True))})
 
 

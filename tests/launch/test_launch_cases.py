@@ -59,6 +59,11 @@ def test_turns_are_rendered_with_the_answers_before_them() -> None:
         turns.send(tokenizer.encode(END))
 
 
+def test_variables_of_the_template_are_set() -> None:
+    tokenizer = make_tokenizer("{{ mood }}: {{ messages[0].content }}")
+    assert tokenizer.decode(next(typed_case(tokenizer, "Hello", {"mood": "glad"}).turns)) == "glad: Hello"
+
+
 def test_files_give_their_names_to_rows_without_a_category(tmp_path: Path) -> None:
     tokenizer, unusable = make_tokenizer(), Counter[str]()
     rows = [{"turns": ["One?", "Two?"]}, {"prompt": "Three?", "category": "odd"}, {"messages": []}]

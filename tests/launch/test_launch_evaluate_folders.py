@@ -96,6 +96,17 @@ def test_what_the_drafter_states_is_what_is_decoded(folders: Path) -> None:
     assert found.model.dtype == "bfloat16"
 
 
+def test_layouts_of_others_are_decoded_alike(folders: Path, tmp_path: Path) -> None:
+    config = load(folders / "run.toml", [])
+    export(tmp_path / "draft", config, DraftModel(config).state_dict(), 1, None, layout="speculators")
+    assert evaluate.main(arguments(folders, "--prompt", "Sing.")) == 0
+    ours = read(folders)
+    assert evaluate.main([*arguments(folders, "--prompt", "Sing."), "--draft", str(tmp_path / "draft")]) == 0
+    theirs = read(folders)
+    assert theirs.total.acceptance_per_position == ours.total.acceptance_per_position
+    assert theirs.total.num_rounds == ours.total.num_rounds > 0
+
+
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
@@ -128,6 +139,7 @@ def test_drafters_that_cannot_be_used(
         (["run", "--temperature", "nan"], "--temperature: needed 0 or more, found nan"),
         (["run", "--top-p", "0"], "--top-p: needed more than 0 and at most 1, found 0.0"),
         (["run", "--batch-size", "0"], "--batch-size: needed at least 1, found 0"),
+        (["run", "--device", "cuda:99"], "--device cuda:99: needed that many CUDA devices, found "),
         (["run", "--device", "gpu"], "needed cpu or cuda:N, found gpu"),
         (["run", "--prompt", "x", "--prompts", "y"], "not allowed with"),
     ],
