@@ -72,10 +72,8 @@ class Gradients:
     def _take(self, place: int, parameter: Tensor) -> None:
         """Called by the backward pass when it has the gradient of a parameter."""
         assert parameter.grad is not None
-        if self._is_empty:
-            self._views[place].copy_(parameter.grad)
-        else:
-            self._views[place].add_(parameter.grad)
+        add = torch._foreach_copy_ if self._is_empty else torch._foreach_add_  # copy_ to another type: half the speed
+        add([self._views[place]], [parameter.grad])
         parameter.grad = None
         self._num_taken += 1
         if self._begin is not None:
