@@ -139,3 +139,22 @@ def test_status_shows_the_best_checkpoint(config: Path, run: LaunchedRun) -> Non
     assert re.search(r"acceptance \d\.\d\d \(best \d\.\d\d at step \d+\)", shown), shown
     found = json.loads(subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, check=True, timeout=60).stdout)
     assert found["best_step"] >= 6 and found["best_acceptance"] >= 1.0
+
+
+def test_rank_0_dies_while_it_saves_the_best(config: Path, run: LaunchedRun, tmp_path: Path) -> None:
+    """What was measured lives on in the other rank, and so does the best checkpoint."""
+    settings = (*SETTINGS, "plan.epochs=3", "checkpoint.every_steps=100", 'drafters.devices=["cpu", "cpu"]')
+    assert run.start(*settings, config=config).end() == 0, run.log_tails()
+    disturbed = LaunchedRun(tmp_path / "disturbed")
+    disturbed.directory.mkdir(mode=0o700)
+    (disturbed.directory / "faults.json").write_text('{"drafter-0": [{"point": "drafter.mid_save"}]}')
+    try:
+        assert disturbed.start(*settings, config=config).end() == 0, disturbed.log_tails()
+    finally:
+        disturbed.kill_what_is_left()
+    assert disturbed.num_lives("drafter-0") == 2
+    assert disturbed.losses() == run.losses() and disturbed.weights() == run.weights()
+    assert {line["step"]: line for line in evaluations(disturbed)} == {line["step"]: line for line in evaluations(run)}
+    assert find_best(disturbed.directory) == find_best(run.directory)
+    found = [sorted(path.name for path in (each.directory / "checkpoints").iterdir()) for each in (run, disturbed)]
+    assert found[0] == found[1]
