@@ -76,7 +76,7 @@ def save(run_dir: Path, checkpoint: Checkpoint, weights: Mapping[str, Tensor], o
     """Write a checkpoint, then remove all but the newest `keep` and the best; called by rank 0 only.
 
     Where the step has a checkpoint already (an evaluation or a stop followed it) only its record is replaced: the
-    same step of the same plan has the same weights.
+    same step of the same plan has the same weights, and what was measured of them stays.
 
     Args:
         run_dir: the run directory.
@@ -92,19 +92,19 @@ def save(run_dir: Path, checkpoint: Checkpoint, weights: Mapping[str, Tensor], o
         CheckpointError: the disk is full or cannot be written. What was there before is still there.
     """
     folder = checkpoint_folder(run_dir, checkpoint.step)
-    record = msgspec.json.format(msgspec.json.encode(checkpoint), indent=2) + b"\n"
     clean(run_dir)
     if folder.exists():
         existing = read_checkpoint(folder)
         _check_draft(folder, existing, checkpoint.draft)
         _check_plan(folder, existing, checkpoint.plan_hash)
-        replace_file(folder / RECORD, record)
+        measured = checkpoint.evaluation or existing.evaluation
+        replace_file(folder / RECORD, _encode(msgspec.structs.replace(checkpoint, evaluation=measured)))
         return folder
     with durable_folder(folder) as aside:
         _write_tensors(aside / WEIGHTS, dict(weights))
         faults.reach("drafter.mid_save")
         _write_tensors(aside / OPTIMIZER, dict(optimizer))
-        (aside / RECORD).write_bytes(record)
+        (aside / RECORD).write_bytes(_encode(checkpoint))
     best = find_best(run_dir)
     for old in _complete(run_dir)[:-keep]:
         if best is None or old != checkpoint_folder(run_dir, best.step):
@@ -149,6 +149,10 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     except msgspec.DecodeError as error:
         raise CheckpointError(f"{path}: not a checkpoint: {error}") from error
+
+
+def _encode(checkpoint: Checkpoint) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(checkpoint), indent=2) + b"\n"
 
 
 def _complete(run_dir: Path) -> list[Path]:

@@ -112,7 +112,7 @@ class Trainer:
         self._group.copy_from(source, [*state.values(), counts, self._evaluator.rounds])
         self._optimizer.load_state_dict(state)
         self._num_skipped, self._evaluator.step, self._evaluated_at = counts.tolist()
-        self._snapshots.evaluation = self._evaluator.result()
+        self._snapshots.evaluation = self._evaluator.result() or self._snapshots.evaluation
         self._position, self._is_half_taken = position, False
         self._keep_if_best()
         log.info("rank %d gave its state: batch %d -> %d", source, before, position)

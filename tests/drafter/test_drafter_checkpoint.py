@@ -137,6 +137,8 @@ def test_saving_the_same_step_again_moves_the_cursor(tmp_path: Path) -> None:
     assert record == later
     assert torch.equal(weights["fc.weight"], torch.full((4,), 5.0))
     assert optimizer == {"step": 5}
+    save(tmp_path, checkpoint(5), {}, {}, keep=1)
+    assert load(folder, DRAFT, "aa")[0] == msgspec.structs.replace(later, next_batch=10)  # what was measured stays
     with pytest.raises(CheckpointError, match="plan hash: needed bb, found aa"):
         save(tmp_path, checkpoint(5, "bb"), {}, {}, keep=1)
     (folder / "checkpoint.json.partial").write_text("{")  # as a kill in the middle leaves it
