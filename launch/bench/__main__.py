@@ -9,7 +9,8 @@ from launch import bench
 
 def main(arguments: list[str]) -> int:
     """Run the named measurement; exit code 2 where there is none of that name."""
-    names = sorted(module.name for module in pkgutil.iter_modules(bench.__path__) if not module.name.startswith("_"))
+    found = pkgutil.iter_modules(bench.__path__)
+    names = sorted(module.name for module in found if not module.ispkg and module.name != "__main__")
     if not arguments or arguments[0] not in names:
         print(f"usage: python -m launch.bench {{{','.join(names)}}} ...", file=sys.stderr)
         return 2

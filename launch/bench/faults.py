@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.faults import Fault
-from launch.trial import Outcome, Trial
+from launch.bench.rig.trial import Outcome, Trial
 
 OVERRIDES = ["plan.epochs=4"]
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from common.config import Config
-from launch.bench._flex import FlexAttention
 from launch.bench.drafter import DEVICE, Step, make_batch, make_config, random_weight, time_ms
+from launch.bench.rig.flex import FlexAttention
 from launch.bench.shapes import SHAPES
 from services.drafter.anchors import choose_blocks
 from services.drafter.attention import Attend, KeysValues

@@ -20,14 +20,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common.anchor_budget import read_budget
-from launch.drain import Drain
-from launch.feed import train
-from launch.gpu_monitor import GpuMonitor
-from launch.observation import Look, Observation, read_steps
+from launch.bench.rig.drain import Drain
+from launch.bench.rig.feed import train
+from launch.bench.rig.gpu_monitor import GpuMonitor
+from launch.bench.rig.observation import Look, Observation, read_steps
+from launch.bench.rig.stage import Stage
+from launch.bench.rig.trial import Trial
+from launch.bench.rig.workload import SHAPES, TokenCounts, Workload
 from launch.pace import WINDOW_S
-from launch.stage import Stage
-from launch.trial import Trial
-from launch.workload import SHAPES, TokenCounts, Workload
 
 START_TIMEOUT_S = 900
 RECOVERY_TIMEOUT_S = 300

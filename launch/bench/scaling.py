@@ -21,10 +21,10 @@ import torch
 from safetensors.torch import load_file
 
 from common.faults import Fault
-from launch.feed import train
-from launch.observation import StepLine, read_steps
-from launch.stage import Stage
-from launch.workload import SHAPES, TokenCounts, Workload
+from launch.bench.rig.feed import train
+from launch.bench.rig.observation import StepLine, read_steps
+from launch.bench.rig.stage import Stage
+from launch.bench.rig.workload import SHAPES, TokenCounts, Workload
 
 BATCHES_PER_STEP = 4
 FIRST_COUNTED = 5  # kernels are compiled in the steps before

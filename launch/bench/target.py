@@ -32,10 +32,10 @@ from common.metrics import read_metrics
 from common.ring import RingWriter
 from common.stopwatch import Stopwatch
 from launch.bench.drafter import gemm_rate
+from launch.bench.rig.drain import Drain
+from launch.bench.rig.stage import Stage
 from launch.bench.shapes import SHAPES, random_run
-from launch.drain import Drain
 from launch.full_target import load_full_target
-from launch.stage import Stage
 from services.target.flops import ForwardFlops
 from services.target.health import Health
 from services.target.model import TargetModel

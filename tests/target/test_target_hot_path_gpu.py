@@ -25,9 +25,9 @@ from common.messages import BatchShape
 from common.metrics import read_metrics
 from common.ring import RingWriter, WritableSlot
 from common.target_shape import read_target_shape
+from launch.bench.rig.drain import Drain
+from launch.bench.rig.stage import Stage
 from launch.bench.shapes import random_run
-from launch.drain import Drain
-from launch.stage import Stage
 from services.target.model import TargetModel
 from services.target.rows import TargetRows, make_rows
 from services.target.staging import Staging

@@ -24,8 +24,8 @@ from common.messages import (
     Welcome,
     Work,
 )
+from launch.bench.rig.stage import Stage
 from launch.bench.shapes import random_run
-from launch.stage import Stage
 
 LENGTH, NUM_ROWS = 16, 2
 SHAPES = [BatchShape(NUM_ROWS, LENGTH)]

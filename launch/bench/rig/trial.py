@@ -17,7 +17,7 @@ from common.faults import Fault
 from common.metrics import read_metrics
 from launch.summary import read_series
 
-CONFIG = Path(__file__).parent / "configs" / "tiny.toml"
+CONFIG = Path(__file__).parents[2] / "configs" / "tiny.toml"
 QUICK = ["supervision.stall_timeout_s=3", "supervision.max_restarts=1000", "supervision.backoff_s=0.1"]
 
 

@@ -33,9 +33,9 @@ from common.messages import (
     Welcome,
     Work,
 )
-from launch.bench._copier import SPAWN, Ring
+from launch.bench.rig.copier import SPAWN, Ring
+from launch.bench.rig.stage import Stage
 from launch.bench.shapes import NUM_SAMPLES, random_run
-from launch.stage import Stage
 
 _TOKENS = 128  # a small slot: what is measured begins when it is full
 _PATIENCE_S = 60.0  # for one answer

@@ -33,8 +33,8 @@ from common.messages import (
     Welcome,
 )
 from common.ring import RingWriter
+from launch.bench.rig.stage import Stage
 from launch.log_file import last_lines
-from launch.stage import Stage
 from launch.supervisor import Supervisor
 from services.exchange.data import read_run_data
 from services.target.rows import read_rows
