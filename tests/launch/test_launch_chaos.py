@@ -56,6 +56,14 @@ def test_random_kills_and_stops_change_nothing(capfd: pytest.CaptureFixture[str]
     assert "bit for bit as undisturbed" in capfd.readouterr().out
 
 
+def wait_until_a_filled_slot_waits(run_dir: Path) -> None:
+    """The successor has filled the drafters' buffers, just now the slot once more, and no drafter has come for that yet."""
+    counts = [len(list(read_metrics(run_dir, "target-0")))]
+    while not (counts[-1] >= counts[0] + 8 and counts[-3] < counts[-2] == counts[-1]):
+        time.sleep(0.04)
+        counts.append(len(list(read_metrics(run_dir, "target-0"))))
+
+
 @pytest.mark.parametrize("fencing", [True, False])
 def test_only_fencing_keeps_a_hung_target_from_damaging_slots(fencing: bool, undisturbed: Outcome, tmp_path: Path) -> None:
     """A target stops in mid-copy and is taken for dead; without the kill that should follow, it wakes up and writes on
@@ -71,11 +79,7 @@ def test_only_fencing_keeps_a_hung_target_from_damaging_slots(fencing: bool, und
         time.sleep(0.05)
     stopped = trial.pid("target-0")
     assert stopped is not None
-    enough = (
-        len(list(read_metrics(trial.run_dir, "target-0"))) + 8
-    )  # its successor has filled the drafters' buffers and the slot
-    while len(list(read_metrics(trial.run_dir, "target-0"))) < enough:
-        time.sleep(0.05)
+    wait_until_a_filled_slot_waits(trial.run_dir)
     try:
         os.kill(stopped, signal.SIGCONT)
         woke_up = True
