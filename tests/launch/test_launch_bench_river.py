@@ -14,7 +14,7 @@ def read_table(text: str) -> dict[str, str]:
 
 
 def test_a_run_is_measured_disturbed_and_each_side_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--shape", "tiny", "--targets", "cpu", "--drafters", "cpu", "--samples", "64", "--alone-s", "0.5"]
+    arguments = ["--shape", "tiny", "--targets", "cpu", "--drafters", "cpu", "--samples", "1024", "--alone-s", "0.5"]
     auto = ["--set", "train.anchors_per_batch=auto"]
     assert river.main([*arguments, "--minutes", "0.05", "--kills", "exchange", "--steps", "40", *auto]) == 0
     table = read_table(capsys.readouterr().out)
