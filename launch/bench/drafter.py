@@ -219,9 +219,8 @@ def fetching(step: Step, batch: PackedBatch, accumulation: int) -> Callable[[], 
 
 def measure(config: Config, num_documents: int, accumulation: int, num_steps: int) -> Iterator[tuple[str, str]]:
     """The rows of the table, as they are measured."""
-    num_tokens, num_rows = config.plan.max_tokens_per_batch, config.num_anchors * config.draft.block_size
+    num_tokens = config.plan.max_tokens_per_batch
     step, batch = Step(config), make_batch(config, [num_tokens // num_documents] * num_documents)
-    flops = batch_flops(config, step.blocks(batch), batch.cu_seqlens)
     resident_gib = torch.cuda.memory_allocated() / GIB
 
     def forward_backward() -> None:
@@ -242,7 +241,15 @@ def measure(config: Config, num_documents: int, accumulation: int, num_steps: in
     if isinstance(step.frozen[1], Fp8Head):
         loss, gradient = rounded_against_exact(step, batch)
         yield "head in FP8 against the exact one", f"loss {loss:.1e}, gradient {gradient:.1e} (relative)"
+    yield from measure_whole(step, batch, accumulation, num_steps, alone_ms)
 
+
+def measure_whole(
+    step: Step, batch: PackedBatch, accumulation: int, num_steps: int, alone_ms: float
+) -> Iterator[tuple[str, str]]:
+    """Steps with the optimizer, beside the forward and backward pass that takes `alone_ms`."""
+    config = step.config
+    num_rows, flops = config.num_anchors * config.draft.block_size, batch_flops(config, step.blocks(batch), batch.cu_seqlens)
     step.optimizer = MasterAdamW(step.model, config.train, 1000, num_sums(config.draft.block_size))
     whole = partial(step.whole, batch, accumulation)
     whole()
@@ -264,7 +271,7 @@ def measure(config: Config, num_documents: int, accumulation: int, num_steps: in
     yield "step fetching from a slot over step on resident data", f"{statistics.mean(a / b for a, b in pairs):.3f}"
     yield (
         "anchors trained on",
-        f"{num_anchors / whole_ms * 1e3:.0f} /s, {accumulation * num_tokens / whole_ms * 1e3:.0f} tokens/s",
+        f"{num_anchors / whole_ms * 1e3:.0f} /s, {accumulation * len(batch.input_ids) / whole_ms * 1e3:.0f} tokens/s",
     )
 
 

@@ -176,15 +176,19 @@ def measure(stage: Stage, options: argparse.Namespace) -> Iterator[tuple[str, st
     yield "launching a batch on an idle device", f"{host_s * 1e3:.1f} ms, {host_s / forward_s:.1%} of a forward"
     ahead_s = max(0.0, statistics.median(published.host_s) - host_s)
     yield "launching thread held back while the device works", f"{ahead_s * 1e3:.1f} ms a batch (as far ahead as it may be)"
-    lines = list(read_metrics(stage.run_dir, "target-0"))
-    pack_s, copy_s, publish_s = (statistics.median(line[name] for line in lines) for name in ("pack_s", "copy_s", "publish_s"))
-    yield "of a batch: pack, copy to the slot, announce", f"{pack_s * 1e3:.2f}, {copy_s * 1e3:.2f}, {publish_s * 1e3:.2f} ms"
+    yield "of a batch: pack, copy to the slot, announce", f"{', '.join(way_to_the_slot_ms(stage))} ms"
     if device.type == "cuda":
         yield "peak memory", f"{torch.cuda.max_memory_allocated() / GIB:.2f} GiB"
         yield from utilisation(half, options, forward_s)
     half.close()
     for what, plain_rate in plain_rates.items():
         yield f"published over {what}", f"{rate / plain_rate:.3f}"
+
+
+def way_to_the_slot_ms(stage: Stage) -> list[str]:
+    """Medians over the batches that were published, as the target's own metrics have them."""
+    lines = list(read_metrics(stage.run_dir, "target-0"))
+    return [f"{statistics.median(line[name] for line in lines) * 1e3:.2f}" for name in ("pack_s", "copy_s", "publish_s")]
 
 
 def merge(side: Sequence[Timed]) -> Timed:
