@@ -39,6 +39,8 @@ def read_target_shape(folder: Path) -> TargetShape:
         raise ModelError(f"model.path: needed a model folder, found no readable {path}: {error.strerror}") from error
     except ValueError as error:
         raise ModelError(f"{path}: not JSON: {error}") from error
+    if not isinstance(outer, dict):
+        raise ModelError(f"{path}: needed an object, found {type(outer).__name__}")
     inner: dict[str, Any] = outer.get("text_config", outer)
     try:
         return TargetShape(

@@ -3,7 +3,6 @@
 L layers, D head_dim.
 """
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common.errors import CheckpointError
+from common.json_file import read_object
 from common.target_shape import default_tap_layers
 from common.weights import locate_tensors, read_tensors
 from services.drafter.layouts import Layout, detect, find_foreign
@@ -116,14 +116,7 @@ def read_folder(path: Path) -> Folder:
 
 def _read(path: Path) -> tuple[dict[str, Tensor], Layout, dict[str, Any]]:
     """The tensors by our names, the layout and config.json as it is."""
-    try:
-        content = json.loads((path / "config.json").read_text())
-    except OSError as error:
-        raise CheckpointError(f"{path / 'config.json'}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path / 'config.json'}: not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path / 'config.json'}: needed an object, found {type(content).__name__}")
+    content = read_object(path / "config.json", CheckpointError)
     names = sorted(locate_tensors(path))
     layout = detect(content, set(names))
     ours = {name: layout.renamed.get(name, name).removeprefix(_PREFIX) for name in names}

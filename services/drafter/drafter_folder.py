@@ -1,10 +1,8 @@
 """A drafter on disk, in any of the layouts of `layouts.py`: what it states, whether it fits a run, its weights."""
 
-import json
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -13,6 +11,7 @@ from torch import Tensor
 
 from common.config import Config
 from common.errors import CheckpointError, ModelError
+from common.json_file import read_object
 from common.target_shape import default_tap_layers
 from common.weights import locate_tensors, read_tensors
 from services.drafter.layouts import TARGETS_TENSORS, Content, detect, find_foreign, read_settings
@@ -108,7 +107,7 @@ def read_drafter(folder: Path) -> Drafter:
     Raises:
         CheckpointError: no config.json or no safetensors, or one that is damaged.
     """
-    content = _read_config(folder / CONFIG)
+    content = read_object(folder / CONFIG, CheckpointError)
     try:
         names = set(locate_tensors(folder))
     except ModelError as error:
@@ -172,15 +171,3 @@ def _with_taps(drafter: Drafter) -> Content:
     if "tap_layers" in settings or not shape or not {"num_hidden_layers", "hidden_size"} <= settings.keys():
         return settings
     return settings | {"tap_layers": default_tap_layers(settings["num_hidden_layers"], shape[-1] // settings["hidden_size"])}
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: needed an object, found {type(content).__name__}")
-    return content

@@ -217,6 +217,9 @@ def test_a_target_that_is_missing_or_incomplete_is_named(tmp_path: Path) -> None
     (broken / "config.json").write_text("{")
     with pytest.raises(ModelError, match="not JSON"):
         read_target_shape(broken)
+    (broken / "config.json").write_text("[]")
+    with pytest.raises(ModelError, match="needed an object, found list"):
+        read_target_shape(broken)
 
 
 def test_a_target_without_rope_theta_is_an_error_and_no_default(tmp_path: Path) -> None:
