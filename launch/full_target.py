@@ -18,11 +18,21 @@ def load_full_target(config: Config, device: torch.device) -> PreTrainedModel:
     Raises:
         ModelError: the folder or its weights are missing or damaged, or a GPU lacks the kernels of a hybrid target.
     """
+    target = load_plain_target(config, device)
+    choose_kernels(target, device)
+    return target
+
+
+def load_plain_target(config: Config, device: torch.device) -> PreTrainedModel:
+    """As `load_full_target`, on whatever kernels transformers finds by itself.
+
+    Raises:
+        ModelError: the folder or its weights are missing or damaged.
+    """
     folder = Path(config.model.path).expanduser()
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     model: Any = _make_random(config, folder, device, dtype) if config.model.random_init else load_model(folder, device)
     target: PreTrainedModel = model.to(device, dtype).eval()
-    choose_kernels(target, device)
     return target
 
 

@@ -148,7 +148,7 @@ def rounded_against_exact(step: Step, batch: PackedBatch) -> tuple[float, float]
     for each in (head, head.weight):
         sums = block_loss(step.model, embedding, each, batch, blocks, step.config)
         torch.autograd.backward(sums[0])
-        totals.append(float(sums[0]))
+        totals.append(float(sums[0].detach()))
         gradients.append(step.take_gradients())
     return abs(totals[0] / totals[1] - 1.0), relative_difference(*gradients)
 

@@ -35,7 +35,7 @@ from launch.bench.drafter import gemm_rate
 from launch.bench.rig.drain import Drain
 from launch.bench.rig.stage import Stage
 from launch.bench.shapes import SHAPES, random_run
-from launch.full_target import load_full_target
+from launch.full_target import load_plain_target
 from services.target.flops import ForwardFlops
 from services.target.health import Health
 from services.target.model import TargetModel
@@ -214,7 +214,7 @@ def measure_plain(config: Config, options: argparse.Namespace) -> Generator[tupl
     """The whole model with all hidden states: with the logits of every token, as it does by default, and of the last."""
     device, num_tokens = torch.device(config.targets.devices[0]), options.rows * options.length
     rows = read_rows(Dataset.open(Path(config.data.path)), range(options.rows), config.plan.bucket_lengths)
-    model, input_ids = load_full_target(config, device), rows.input_ids.to(device)
+    model, input_ids = load_plain_target(config, device), rows.input_ids.to(device)
     rates = {}
     for what, keep in (("plain transformers", 0), ("plain transformers without logits", 1)):
 
