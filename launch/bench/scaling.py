@@ -72,9 +72,7 @@ def speedups(one: Trained, two: Trained) -> list[float]:
 
 def run(folder: Path, options: argparse.Namespace, devices: list[str], faults: dict[str, list[Fault]] | None = None) -> Trained:
     """Train on these devices."""
-    settings = [f"plan.batches_per_step={BATCHES_PER_STEP}", "plan.epochs=1", *options.overrides]
-    workload = Workload.make(options.shape, folder, (["cpu"], devices), options.samples, settings)
-    with Stage(workload.config, "scaling") as stage:
+    with Stage(make_workload(folder, options, devices).config, "scaling") as stage:
         (stage.run_dir / "faults.json").write_bytes(msgspec.json.encode(faults or {}))
         train(stage, lambda: bool(options.steps) and len(read_steps(stage.run_dir)) > options.steps)
         steps, counts = read_steps(stage.run_dir), TokenCounts(stage.config, stage.run_dir)
@@ -86,6 +84,12 @@ def run(folder: Path, options: argparse.Namespace, devices: list[str], faults: d
     first, last = steps[FIRST_COUNTED - 1], steps[-1]
     num_tokens = counts.of_steps(first.step + 1, last.step)
     return Trained(steps, num_tokens / (last.time_s - first.time_s), weights)
+
+
+def make_workload(folder: Path, options: argparse.Namespace, devices: list[str]) -> Workload:
+    """One epoch; the target that is named in it never runs."""
+    settings = [f"plan.batches_per_step={BATCHES_PER_STEP}", "plan.epochs=1", "targets.compile=false", *options.overrides]
+    return Workload.make(options.shape, folder, (["cpu"], devices), options.samples, settings)
 
 
 def compare(what: str, some: Trained, other: Trained) -> Iterator[tuple[str, str]]:

@@ -12,6 +12,9 @@ An epoch: the samples of each length bucket are shuffled, sorted by length withi
 batches have little padding, cut into batches of a fixed number of samples per bucket, and the
 batches of all buckets are shuffled. So every epoch has the same number of batches. A length of 0
 marks a sample that no batch may hold.
+
+Drafters wait for each other in every step. So the batches of a step stand in such an order that each of
+G / 2 drafters has one that takes long, and one that does not.
 """
 
 import hashlib
@@ -27,7 +30,9 @@ from common.errors import DataError
 from common.messages import BatchInfo, BatchKind, BatchShape
 from common.padding import padded_lengths
 
+_SCHEME = 2  # of the sequence: one more whenever the same settings give another
 _WINDOW_BATCHES = 32
+_MANY_SAMPLES = 4  # of so many a batch has all the anchors that it may have, and so many block rows
 _HASH_BYTES = 16
 
 Batches = list[NDArray[np.int64]]  # the sample ids of each batch
@@ -46,6 +51,7 @@ class Plan:
     def __init__(self, config: Config, lengths: NDArray[np.int32], eval_lengths: NDArray[np.int32]) -> None:
         self._settings = config.plan
         self._seed = config.seed
+        self._lengths = lengths
         self._buckets = _bucket(lengths, config.plan, "data.path")
         self._epochs: dict[int, Batches] = {}
         self.batches_per_epoch = sum(
@@ -86,7 +92,9 @@ class Plan:
         if epoch not in self._epochs:
             while len(self._epochs) >= 2:
                 del self._epochs[next(iter(self._epochs))]
-            self._epochs[epoch] = _shuffled_batches(self._buckets, self._settings, self._seed, epoch)
+            batches = _shuffled_batches(self._buckets, self._settings, self._seed, epoch)
+            first = epoch * self.batches_per_epoch
+            self._epochs[epoch] = _balanced(batches, self._lengths, first, self._settings.batches_per_step)
         return self._epochs[epoch]
 
     def _locate(self, batch: int) -> tuple[_Group, int]:
@@ -108,7 +116,7 @@ class Plan:
 
 def plan_hash(config: Config, fingerprint: str, eval_fingerprint: str) -> bytes:
     """16 bytes that name the sequence: two runs with the same hash have the same batches."""
-    identity = [fingerprint, eval_fingerprint, config.seed, config.plan, config.evaluation]
+    identity = [_SCHEME, fingerprint, eval_fingerprint, config.seed, config.plan, config.evaluation]
     return hashlib.blake2b(msgspec.json.encode(identity, order="deterministic"), digest_size=_HASH_BYTES).digest()
 
 
@@ -143,6 +151,21 @@ def _shuffled_batches(
         order = order[np.lexsort((lengths[order], window))]
         batches += _cut(ids[order], size)
     return [batches[i] for i in random.permutation(len(batches))]
+
+
+def _balanced(batches: Batches, lengths: NDArray[np.int32], first: int, group_size: int) -> Batches:
+    """The same with the batches of each step reordered; `first` is the number of the first one in the run."""
+
+    def load(ids: NDArray[np.int64]) -> tuple[int, int]:
+        return min(len(ids), _MANY_SAMPLES), int(lengths[ids].sum())
+
+    ordered: Batches = []
+    while len(ordered) < len(batches):
+        start = len(ordered)
+        step = sorted(batches[start : start + group_size - (first + start) % group_size], key=load, reverse=True)
+        half = (len(step) + 1) // 2
+        ordered += step[:half] + step[half:][::-1]
+    return ordered
 
 
 def _eval_batches(lengths: NDArray[np.int32], settings: PlanConfig) -> Batches:

@@ -7,6 +7,7 @@ kernel. So both functions are replaced, in the module of transformers that calls
 
 torch.compile cannot look into kernels that tune themselves: a compiled layer would fall apart around them. It finds
 both functions as operators of torch instead, of which it knows only the shape of the output, and compiles the rest whole.
+The norm of queries and keys belongs to the rest then: the kernel for it tunes itself anew for every range of tokens.
 
 B rows, S padded length, C channels, W width of the convolution, N heads, D head size; of keys and of values.
 """
@@ -29,6 +30,7 @@ from common.errors import ModelError
 log = logging.getLogger(__name__)
 
 _CONVOLUTION, _DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"  # their names in transformers
+_NORM_EPS = 1e-6
 
 
 def choose_kernels(decoder: PreTrainedModel, device: torch.device) -> None:
@@ -113,7 +115,7 @@ def _apply_delta_rule(
     """[B, S, N, D] each, decay and step size [B, S, N] -> [B, S, N, D] of the values, contiguous."""
     chosen = getattr(sys.modules[place], _DELTA_RULE)
     output: torch.Tensor
-    output, _ = chosen(query, key, value, g=g, beta=beta, use_qk_l2norm_in_kernel=True)
+    output, _ = chosen(query, key, value, g=g, beta=beta)
     return output.contiguous()
 
 
@@ -159,7 +161,13 @@ def _delta_rule_in_graph(
 ) -> tuple[torch.Tensor, None]:
     """As transformers calls it while a layer is compiled; a target keeps no state from batch to batch."""
     assert use_qk_l2norm_in_kernel and initial_state is None and not output_final_state
-    return _apply_delta_rule(place, query, key, value, g, beta), None
+    return _apply_delta_rule(place, _normalise(query), _normalise(key), value, g, beta), None
+
+
+def _normalise(heads: torch.Tensor) -> torch.Tensor:
+    """Each head of [B, S, N, D] at length one, as the kernels of flash-linear-attention make it: in float32, then rounded."""
+    exact = heads.float()
+    return (exact * torch.rsqrt(exact.square().sum(-1, keepdim=True) + _NORM_EPS)).to(heads.dtype)
 
 
 _IN_GRAPH: dict[str, Callable[..., Any]] = {_CONVOLUTION: _convolve_in_graph, _DELTA_RULE: _delta_rule_in_graph}

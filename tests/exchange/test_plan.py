@@ -125,6 +125,23 @@ def test_steps_run_on_over_the_end_of_an_epoch() -> None:
     assert plan.num_steps == 3
 
 
+def test_the_drafters_of_a_step_have_about_as_much_to_do() -> None:
+    """Two long samples have 1,024 anchors, four and more have 2,048; the epoch does not end with a step."""
+    config = make_config(buckets=(2048, 8192), max_tokens=16384, samples=64, batches_per_step=6, epochs=2)
+    random = np.random.Generator(np.random.Philox(7))
+    lengths = np.where(np.arange(2003) < 600, 8000, random.integers(300, 2048, 2003)).astype(np.int32)
+    plan = Plan(config, lengths, NONE)
+    assert plan.batches_per_epoch % 6
+
+    def anchors(place: int) -> int:
+        return sum(min(512, int(lengths[sample])) for sample in plan.sample_ids(place)[:4])
+
+    steps = [[anchors(place) for place in range(first, first + 6)] for first in range(0, plan.num_batches, 6)]
+    slowest = sum(max(step[rank] + step[rank + 3] for rank in range(3)) for step in steps)
+    best = sum(max(map(sum, zip(sorted(step), sorted(step)[::-1], strict=True))) for step in steps)
+    assert best <= slowest < 1.005 * best  # one order in which they were drawn: 1.07
+
+
 def test_a_sample_of_length_0_is_in_no_batch() -> None:
     lengths = np.array([3, 0, 8, 5, 0, 2], np.int32)
     plan = make_plan(make_config(epochs=2), lengths, np.array([0, 4], np.int32))

@@ -1,12 +1,15 @@
 """The measurements of whole runs, on CPUs and the tiny shape: real processes, every row of the tables."""
 
+import argparse
 import re
 import threading
+from pathlib import Path
 
 import pytest
 
 from common.errors import ConfigError
 from launch.bench import river, scaling, threads
+from launch.bench.rig.workload import SHAPES
 
 
 def read_table(text: str) -> dict[str, str]:
@@ -38,6 +41,13 @@ def test_two_drafters_train_as_one_does_also_when_one_dies(capsys: pytest.Captur
     assert 0 < float(table["weights of one and two, relative difference"]) < 1e-3
     assert float(table["weights, killed against undisturbed, relative difference"]) == 0.0
     assert table["every step once, in order"] == "yes"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_two_drafters_of_every_shape_need_no_target(shape: str, tmp_path: Path) -> None:
+    options = argparse.Namespace(shape=shape, samples=16, overrides=[])
+    config = scaling.make_workload(tmp_path, options, ["cuda:0", "cuda:1"]).config
+    assert (config.targets.devices, config.targets.compile, config.num_drafters) == (["cpu"], False, 2)
 
 
 def test_a_run_that_is_too_short_to_measure_is_an_error() -> None:
