@@ -24,7 +24,7 @@ def draw_acceptance(report: Report, path: Path) -> None:
 
     ordered = sorted(groups.items(), key=lambda item: item[1].acceptance)
     bars = by_category.barh([name for name, _ in ordered], [found.acceptance for _, found in ordered], color="tab:blue")
-    by_category.bar_label(bars, fmt="%.2f", padding=3)
+    by_category.bar_label(bars, fmt="%.2f", label_type="center", color="white")
     by_category.axvline(report.total.acceptance, color="black", linestyle="--", label=f"total {report.total.acceptance:.2f}")
     by_category.set(title="Acceptance length", xlabel="tokens per verification round", xlim=(0, report.setup.block_size))
     by_category.legend()

@@ -68,7 +68,7 @@ def _draw_parts(axes: Axes, evaluations: list[Evaluation]) -> None:
         axes.plot(*zip(*points, strict=True), marker=".", label=name, linewidth=1 if "/" in name else 2)
     axes.set(title="By set and category", ylabel="tokens per verification round")
     axes.set_ylim(bottom=1)
-    axes.legend()
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)  # lines fill the frame from corner to corner
 
 
 def _draw_positions(axes: Axes, evaluations: list[Evaluation]) -> None:
