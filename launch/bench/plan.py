@@ -8,7 +8,10 @@ The lengths fill the six buckets of the reference run so that these shares of it
 import argparse
 import resource
 import time
+import tomllib
+from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from common.arrow_file import Int32Array
@@ -18,13 +21,8 @@ from services.exchange.data import Samples
 from services.exchange.plan import Plan, samples_per_batch
 
 BATCH_SHARES = (0.038, 0.074, 0.105, 0.150, 0.166, 0.466)
-SETTINGS = PlanConfig(
-    bucket_lengths=[128, 256, 512, 1024, 1536, 2048],
-    max_tokens_per_batch=16384,
-    max_samples_per_batch=64,
-    batches_per_step=6,
-    epochs=6,
-)
+_CONFIG = Path(__file__).parents[1] / "configs" / "qwen3_6_27b.toml"
+SETTINGS = msgspec.convert(tomllib.loads(_CONFIG.read_text())["plan"], PlanConfig)  # of the reference run
 
 
 def draw_lengths(num_samples: int, seed: int, settings: PlanConfig = SETTINGS) -> Int32Array:

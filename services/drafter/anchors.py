@@ -3,6 +3,7 @@
 Shapes: T packed rows, D documents, N blocks, B block size.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from common.config import Config
 from services.drafter.seeding import sample_sequence
+from services.drafter.visibility import TILE
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -19,7 +21,7 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """N blocks, always as many as train.anchors_per_batch; unused ones stand at the end, invalid and without labels."""
+    """N blocks; unused ones, which fill up the last tile, stand at the end, invalid and without labels."""
 
     anchors: Ints  # [N] packed row of the anchor
     documents: Ints  # [N] document of the anchor in the batch
@@ -54,11 +56,16 @@ def choose_blocks(input_ids: Ints, loss_mask: Bools, cu_seqlens: Ints, sample_id
 
 
 def all_blocks(input_ids: Ints, loss_mask: Bools, cu_seqlens: Ints, config: Config) -> Iterator[Blocks]:
-    """Every candidate of a batch in order, for evaluation; `Blocks` of the same constant size as in training."""
+    """Every candidate of a batch in order, for evaluation; no more blocks at a time than in training."""
     anchors = np.concatenate([_candidates(loss_mask, start, end) for start, end in pairwise(cu_seqlens)])
     for first in range(0, len(anchors), config.num_anchors):
         part = anchors[first : first + config.num_anchors]
         yield _blocks(part, input_ids, loss_mask, cu_seqlens, config)
+
+
+def anchors_of_tiles(block_size: int) -> int:
+    """The smallest number of anchors whose rows fill whole tiles of the attention."""
+    return TILE // math.gcd(TILE, block_size)
 
 
 def quotas(wanted: list[int], budget: int) -> list[int]:
@@ -81,7 +88,8 @@ def _candidates(loss_mask: Bools, start: int, end: int) -> Ints:
 
 
 def _blocks(anchors: Ints, input_ids: Ints, loss_mask: Bools, cu_seqlens: Ints, config: Config) -> Blocks:
-    num_blocks, block_size = config.num_anchors, config.draft.block_size
+    block_size, step = config.draft.block_size, anchors_of_tiles(config.draft.block_size)
+    num_blocks = min(max(1, math.ceil(len(anchors) / step)) * step, config.num_anchors)
     valid = np.arange(num_blocks) < len(anchors)
     anchors = np.pad(anchors, (0, num_blocks - len(anchors)))
     documents = np.searchsorted(cu_seqlens, anchors, side="right") - 1

@@ -8,9 +8,11 @@
 Nobody measures once the file is there.
 """
 
+import bisect
 import logging
 import math
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -20,12 +22,12 @@ import torch
 from common.anchor_budget import AnchorBudget, BatchCost, read_budget, write_budget
 from common.config import Config
 from common.lifecycle import Actor, StoppedError
-from services.drafter.anchors import choose_blocks
+from common.messages import BatchShape, Welcome
+from services.drafter.anchors import anchors_of_tiles, choose_blocks
 from services.drafter.loss import Head
 from services.drafter.model import DraftModel
 from services.drafter.optimizer import MasterAdamW
 from services.drafter.step import PackedBatch, block_loss
-from services.drafter.visibility import TILE
 
 _PROBE_PART = 32  # of the tokens of a batch: the smaller of the two budgets that are timed
 _MEMORY_PART = 0.9  # of what the device can give
@@ -42,13 +44,13 @@ class Trainee(NamedTuple):
     optimizer: MasterAdamW
 
 
-def settle_anchors(actor: Actor, trainee: Trainee, tokens_per_batch: float) -> Config:
+def settle_anchors(actor: Actor, trainee: Trainee, welcome: Welcome) -> Config:
     """The configuration with a number in the place of "auto".
 
     Args:
         actor: this drafter.
         trainee: before its first step, and so it stays.
-        tokens_per_batch: mean of the run's training batches.
+        welcome: what the plan says of the run's batches.
 
     Raises:
         StoppedError: told to stop before there was a choice.
@@ -61,7 +63,7 @@ def settle_anchors(actor: Actor, trainee: Trainee, tokens_per_batch: float) -> C
         cost = measure_cost(trainee, config)
         actor.notices.show_cost(cost.seconds, cost.seconds_per_anchor, cost.max_anchors)
         log.info("a batch takes %.4f s and %.3g s for each anchor", cost.seconds, cost.seconds_per_anchor)
-        budget = _choose(actor, tokens_per_batch) if actor.index == 0 else None
+        budget = _choose(actor, welcome) if actor.index == 0 else None
     while budget is None:
         _wait(actor)
         budget = read_budget(config, actor.run_dir)
@@ -74,7 +76,13 @@ def with_anchors(config: Config, anchors_per_batch: int) -> Config:
     return msgspec.structs.replace(config, train=msgspec.structs.replace(config.train, anchors_per_batch=anchors_per_batch))
 
 
-def balanced_anchors(costs: list[BatchCost], batches_per_s: float, config: Config) -> int:
+def all_taken(config: Config, anchors_per_batch: int) -> Config:
+    """The same, where no limit of a document leaves some of the budget unused."""
+    train = msgspec.structs.replace(config.train, anchors_per_batch=anchors_per_batch, anchors_per_document=anchors_per_batch)
+    return msgspec.structs.replace(config, train=train)
+
+
+def balanced_anchors(costs: Sequence[BatchCost], batches_per_s: float, shapes: Sequence[BatchShape], config: Config) -> int:
     """The budget at which drafters of these costs take as many batches as targets make, as far as that can be.
 
     It is a multiple of what fills whole tiles of the attention, holds one anchor for every document at least, and is
@@ -83,33 +91,38 @@ def balanced_anchors(costs: list[BatchCost], batches_per_s: float, config: Confi
     Args:
         costs: one per drafter; the slowest sets the pace of all.
         batches_per_s: of all targets together.
+        shapes: of the training batches.
         config: the shapes and the plan.
     """
     seconds = len(costs) / batches_per_s  # that a drafter may take for a batch
     wanted = min((seconds - cost.seconds) / cost.seconds_per_anchor for cost in costs)
     most = min(config.plan.max_tokens_per_batch, *(cost.max_anchors for cost in costs))
-    step, least = _step(config), config.plan.max_samples_per_batch
-    anchors = math.floor(max(0.0, min(wanted, most)) / step) * step
-    return max(anchors, math.ceil(least / step) * step)
+    step, least = anchors_of_tiles(config.draft.block_size), config.plan.max_samples_per_batch
+    budgets = range(step, most + 1, step)
+    place = bisect.bisect_right(budgets, wanted, key=lambda budget: mean_anchors(budget, shapes, config))
+    return max(step * place, math.ceil(least / step) * step)
+
+
+def mean_anchors(budget: int, shapes: Sequence[BatchShape], config: Config) -> float:
+    """Of a batch: one of few documents cannot have the whole budget, for each may have so many and no more."""
+    per_document = config.train.anchors_per_document
+    limits = [(shape.num_rows * min(per_document, shape.length), shape.num_batches) for shape in shapes]
+    num_batches = sum(count for _, count in limits)
+    return sum(min(budget, limit) * count for limit, count in limits) / max(1, num_batches)
 
 
 def measure_cost(trainee: Trainee, config: Config) -> BatchCost:
     """Time whole steps at two budgets; with a loss that is not a number, so no step changes a bit of the trainee."""
-    step = _step(config)
+    step = anchors_of_tiles(config.draft.block_size)
     few = math.ceil(max(config.plan.max_tokens_per_batch / _PROBE_PART, 1) / step) * step
-    (seconds, few_bytes), (more_seconds, many_bytes) = (_time_step(trainee, with_anchors(config, n)) for n in (few, 2 * few))
+    (seconds, few_bytes), (more_seconds, many_bytes) = (_time_step(trainee, all_taken(config, n)) for n in (few, 2 * few))
     per_anchor = max((more_seconds - seconds) / few, 1e-9)
     return BatchCost(max(seconds - per_anchor * few, 0.0), per_anchor, _max_anchors(trainee, few, few_bytes, many_bytes))
 
 
-def _step(config: Config) -> int:
-    """Anchors whose rows fill whole tiles."""
-    return TILE // math.gcd(TILE, config.draft.block_size)
-
-
 def _time_step(trainee: Trainee, config: Config) -> tuple[float, int]:
     """Seconds of a batch with its share of the optimizer's step, and the memory it takes at its peak."""
-    batch, device = _made_up_batch(trainee, config), trainee.frozen[0].device
+    batch, device = full_batch(config, trainee.frozen[0].device), trainee.frozen[0].device
     rows = batch.input_ids, batch.loss_mask, batch.cu_seqlens, batch.sample_ids
     gradients, taken_s = trainee.optimizer.gradients, []
     for turn in range(1 + _NUM_TIMED):  # the first compiles
@@ -125,10 +138,9 @@ def _time_step(trainee: Trainee, config: Config) -> tuple[float, int]:
     return min(taken_s[1:]), peak
 
 
-def _made_up_batch(trainee: Trainee, config: Config) -> PackedBatch:
-    """A full batch of documents of the middle bucket, all supervised, on the device."""
-    lengths, device = config.plan.bucket_lengths, trainee.frozen[0].device
-    length = lengths[len(lengths) // 2]
+def full_batch(config: Config, device: torch.device) -> PackedBatch:
+    """As many made-up documents of the middle bucket as a batch holds, all supervised."""
+    length = config.plan.bucket_lengths[len(config.plan.bucket_lengths) // 2]
     num_documents = max(1, min(config.plan.max_tokens_per_batch // length, config.plan.max_samples_per_batch))
     num_tokens, shape = num_documents * length, (len(config.draft.tap_layers), config.shape.hidden_size)
     dtype: torch.dtype = getattr(torch, config.ring.dtype)
@@ -152,9 +164,9 @@ def _max_anchors(trainee: Trainee, few: int, few_bytes: int, many_bytes: int) ->
     return 2 * few + int(room / max(1, (many_bytes - few_bytes) / few))
 
 
-def _choose(actor: Actor, tokens_per_batch: float) -> AnchorBudget:
+def _choose(actor: Actor, welcome: Welcome) -> AnchorBudget:
     """Wait until all have measured, choose, and keep the choice."""
-    config = actor.config
+    config, tokens_per_batch = actor.config, welcome.tokens_per_batch
     first_drafter = actor.args.place - actor.index
     places = range(first_drafter - config.num_targets, first_drafter), range(first_drafter, first_drafter + config.num_drafters)
     while True:
@@ -164,11 +176,13 @@ def _choose(actor: Actor, tokens_per_batch: float) -> AnchorBudget:
         _wait(actor)
     speeds = [notice.tokens_per_s for notice in targets]
     costs = [BatchCost(notice.seconds_per_batch, notice.seconds_per_anchor, notice.max_anchors) for notice in drafters]
-    anchors = balanced_anchors(costs, sum(speeds) / tokens_per_batch, config)
+    anchors = balanced_anchors(costs, sum(speeds) / tokens_per_batch, welcome.shapes, config)
     budget = AnchorBudget(anchors, tokens_per_batch, speeds, costs)
     write_budget(budget, actor.run_dir)
-    made, taken = sum(speeds), len(costs) * tokens_per_batch / max(c.seconds + c.seconds_per_anchor * anchors for c in costs)
-    log.info("%d anchors a batch: the targets make %.0f tokens/s, the drafters take %.0f", anchors, made, taken)
+    mean = mean_anchors(anchors, welcome.shapes, config)
+    taken = len(costs) * tokens_per_batch / max(cost.seconds + cost.seconds_per_anchor * mean for cost in costs)
+    what = anchors, mean, sum(speeds), taken
+    log.info("%d anchors a batch, %.0f on average: the targets make %.0f tokens/s, the drafters take %.0f", *what)
     return budget
 
 

@@ -37,7 +37,7 @@ def main(actor: Actor) -> None:
     welcome = actor.join()
     optimizer = MasterAdamW(model, config.train, welcome.num_steps, num_sums(config.draft.block_size) + 1)
     trainee = Trainee(model, (embedding, loss_head(head, config.train.head)), optimizer)
-    config = settle_anchors(actor, trainee, welcome.tokens_per_batch)
+    config = settle_anchors(actor, trainee, welcome)
     snapshots = Snapshots(actor.run_dir, config, welcome.plan_hash, actor.index)
     if actor.index == 0:
         checkpoint.clean(actor.run_dir)

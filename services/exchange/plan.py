@@ -13,8 +13,9 @@ batches have little padding, cut into batches of a fixed number of samples per b
 batches of all buckets are shuffled. So every epoch has the same number of batches. A length of 0
 marks a sample that no batch may hold.
 
-Drafters wait for each other in every step. So the batches of a step stand in such an order that each of
-G / 2 drafters has one that takes long, and one that does not.
+Drafters wait for each other in every step, and a batch of few samples has fewer anchors. So with an even G the
+batches are sorted by what they hold and cut into teams of G / 2; the teams are shuffled, and a step is two
+of them. So each of G / 2 drafters has as much to do as any other.
 """
 
 import hashlib
@@ -32,7 +33,6 @@ from common.padding import padded_lengths
 
 _SCHEME = 2  # of the sequence: one more whenever the same settings give another
 _WINDOW_BATCHES = 32
-_MANY_SAMPLES = 4  # of so many a batch has all the anchors that it may have, and so many block rows
 _HASH_BYTES = 16
 
 Batches = list[NDArray[np.int64]]  # the sample ids of each batch
@@ -92,9 +92,12 @@ class Plan:
         if epoch not in self._epochs:
             while len(self._epochs) >= 2:
                 del self._epochs[next(iter(self._epochs))]
-            batches = _shuffled_batches(self._buckets, self._settings, self._seed, epoch)
-            first = epoch * self.batches_per_epoch
-            self._epochs[epoch] = _balanced(batches, self._lengths, first, self._settings.batches_per_step)
+            random = np.random.Generator(np.random.Philox(np.random.SeedSequence([self._seed, epoch])))
+            batches = _shuffled_batches(self._buckets, self._settings, random)
+            first, team_size = epoch * self.batches_per_epoch, self._settings.batches_per_step / 2
+            if team_size.is_integer():
+                batches = _in_teams(batches, self._lengths, first, int(team_size), random)
+            self._epochs[epoch] = batches
         return self._epochs[epoch]
 
     def _locate(self, batch: int) -> tuple[_Group, int]:
@@ -140,9 +143,8 @@ def _bucket(lengths: NDArray[np.int32], settings: PlanConfig, key: str) -> list[
 
 
 def _shuffled_batches(
-    buckets: list[tuple[NDArray[np.int64], NDArray[np.int32]]], settings: PlanConfig, seed: int, epoch: int
+    buckets: list[tuple[NDArray[np.int64], NDArray[np.int32]]], settings: PlanConfig, random: np.random.Generator
 ) -> Batches:
-    random = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch])))
     batches: Batches = []
     for bucket, (ids, lengths) in enumerate(buckets):
         size = samples_per_batch(settings, bucket)
@@ -153,19 +155,26 @@ def _shuffled_batches(
     return [batches[i] for i in random.permutation(len(batches))]
 
 
-def _balanced(batches: Batches, lengths: NDArray[np.int32], first: int, group_size: int) -> Batches:
-    """The same with the batches of each step reordered; `first` is the number of the first one in the run."""
+def _in_teams(batches: Batches, lengths: NDArray[np.int32], first: int, size: int, random: np.random.Generator) -> Batches:
+    """The same in another order: from each multiple of `size` on, so many that hold about as much.
 
-    def load(ids: NDArray[np.int64]) -> tuple[int, int]:
-        return min(len(ids), _MANY_SAMPLES), int(lengths[ids].sum())
+    Of the two teams of a step the first has its largest batch in front, the second its smallest.
 
-    ordered: Batches = []
-    while len(ordered) < len(batches):
-        start = len(ordered)
-        step = sorted(batches[start : start + group_size - (first + start) % group_size], key=load, reverse=True)
-        half = (len(step) + 1) // 2
-        ordered += step[:half] + step[half:][::-1]
-    return ordered
+    Args:
+        batches: of an epoch, shuffled.
+        lengths: of all samples.
+        first: number of the first batch in the run; what is left over stands before and behind all teams.
+        size: of a team.
+        random: decides on the order of the teams.
+    """
+    num_before = min(-first % size, len(batches))
+    num_teams = (len(batches) - num_before) // size
+    over, batches = batches[num_teams * size :], batches[: num_teams * size]
+    ordered = sorted(batches, key=lambda ids: (len(ids), int(lengths[ids].sum())), reverse=True)
+    teams = [ordered[start : start + size] for start in range(0, len(ordered), size)]
+    is_second = (first + num_before) // size % 2
+    in_turn = [teams[team][:: -1 if (place + is_second) % 2 else 1] for place, team in enumerate(random.permutation(num_teams))]
+    return [*over[:num_before], *(batch for team in in_turn for batch in team), *over[num_before:]]
 
 
 def _eval_batches(lengths: NDArray[np.int32], settings: PlanConfig) -> Batches:

@@ -244,7 +244,7 @@ def test_the_reference_run(tmp_path: Path) -> None:
     )
     assert loaded.targets.devices == [f"cuda:{i}" for i in range(5)]
     assert loaded.drafters.devices == [f"cuda:{i}" for i in range(5, 8)]
-    assert (len(loaded.plan.bucket_lengths), loaded.plan.bucket_lengths[-1], loaded.plan.epochs) == (6, 8192, 6)
+    assert (len(loaded.plan.bucket_lengths), loaded.plan.bucket_lengths[-1], loaded.plan.epochs) == (6, 2048, 6)
     assert loaded.train.learning_rate == 6e-4
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 from made_up_batches import BLOCK_SIZE, make_batch, make_config, metadata
 
 from services.drafter.anchors import Blocks, all_blocks, choose_blocks, quotas
@@ -88,6 +89,12 @@ def test_labels_may_go_on_behind_a_gap() -> None:
     assert strict.label_mask[0].tolist() == [True, False, False]
     assert loose.label_mask[0].tolist() == [True, False, True]
     assert loose.labels[0].tolist() == [batch.input_ids[1], 0, batch.input_ids[3]]
+
+
+@pytest.mark.parametrize(("num_anchors", "num_blocks"), [(0, 32), (1, 32), (32, 32), (33, 64), (95, 96), (97, 100), (100, 100)])
+def test_a_batch_has_no_more_blocks_than_fill_the_last_tile(num_anchors: int, num_blocks: int) -> None:
+    blocks = choose(make_batch([num_anchors + 1], prompt=0), anchors_per_batch=100)  # 32 blocks of 4 rows fill a tile
+    assert (int(blocks.valid.sum()), len(blocks.anchors), len(blocks.labels)) == (num_anchors, num_blocks, num_blocks)
 
 
 def test_evaluation_covers_every_candidate_once() -> None:
