@@ -1,6 +1,7 @@
 """A drafter as a process: one rank of the training, fed from the rings of all targets."""
 
 import logging
+import time
 
 import torch
 
@@ -32,10 +33,13 @@ def main(actor: Actor) -> None:
         torch.cuda.set_device(device)
     layout = SlotLayout.of(config)
     rings = [RingReader(fd, layout, config.ring.num_slots) for fd in actor.args.ring_fds]
+    began = time.monotonic()
     embedding, head = load_embedding_and_head(config, device)
+    log.info("the target's embedding and head loaded in %.1f s", time.monotonic() - began)
     model = DraftModel(config, device)
     welcome = actor.join()
     optimizer = MasterAdamW(model, config.train, welcome.num_steps, num_sums(config.draft.block_size) + 1)
+    log.info("draft model and optimizer made, all in %.1f s", time.monotonic() - began)
     trainee = Trainee(model, (embedding, loss_head(head, config.train.head)), optimizer)
     config = settle_anchors(actor, trainee, welcome)
     snapshots = Snapshots(actor.run_dir, config, welcome.plan_hash, actor.index)
