@@ -39,7 +39,7 @@ def main(actor: Actor) -> None:
     model = DraftModel(config, device)
     welcome = actor.join()
     optimizer = MasterAdamW(model, config.train, welcome.num_steps, num_sums(config.draft.block_size) + 1)
-    log.info("draft model and optimizer made, all in %.1f s", time.monotonic() - began)
+    log.info("draft model and optimizer made, the run joined: %.1f s in all", time.monotonic() - began)
     trainee = Trainee(model, (embedding, loss_head(head, config.train.head)), optimizer)
     config = settle_anchors(actor, trainee, welcome)
     snapshots = Snapshots(actor.run_dir, config, welcome.plan_hash, actor.index)

@@ -15,7 +15,7 @@ marks a sample that no batch may hold.
 
 Drafters wait for each other in every step, and a batch of few samples has fewer anchors. So with an even G the
 batches are sorted by what they hold and cut into teams of G / 2; the teams are shuffled, and a step is two
-of them. So each of G / 2 drafters has as much to do as any other.
+of them. So each of G / 2 drafters has about as much to do as any other.
 """
 
 import hashlib
@@ -94,9 +94,9 @@ class Plan:
                 del self._epochs[next(iter(self._epochs))]
             random = np.random.Generator(np.random.Philox(np.random.SeedSequence([self._seed, epoch])))
             batches = _shuffled_batches(self._buckets, self._settings, random)
-            first, team_size = epoch * self.batches_per_epoch, self._settings.batches_per_step / 2
-            if team_size.is_integer():
-                batches = _in_teams(batches, self._lengths, first, int(team_size), random)
+            team_size, rest = divmod(self._settings.batches_per_step, 2)
+            if not rest:
+                batches = _in_teams(batches, self._lengths, epoch * self.batches_per_epoch, team_size, random)
             self._epochs[epoch] = batches
         return self._epochs[epoch]
 
