@@ -2,7 +2,8 @@
 
 On a GPU each shape of the plan runs once, largest first, so that later ones find their memory. Kernels of
 flash-linear-attention tune themselves for each number of rows and each range of tokens in a batch: the lengths between are
-run through the first layers only (compiled layers tune nothing by that range). On a CPU nothing is tuned: the smallest shape runs.
+run through the first layers only (compiled layers tune nothing by that range). On a CPU nothing is tuned: the smallest
+shape runs.
 """
 
 import gc
