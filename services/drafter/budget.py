@@ -13,35 +13,22 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import msgspec
-import numpy as np
 import torch
 
 from common.anchor_budget import AnchorBudget, BatchCost, read_budget, write_budget
 from common.config import Config
 from common.lifecycle import Actor, StoppedError
 from common.messages import BatchShape, Welcome
-from services.drafter.anchors import anchors_of_tiles, choose_blocks
-from services.drafter.loss import Head
-from services.drafter.model import DraftModel
-from services.drafter.optimizer import MasterAdamW
-from services.drafter.step import PackedBatch, block_loss
+from services.drafter.anchors import anchors_of_tiles
+from services.drafter.trainee import Trainee, full_shape, make_up_batch
 
 _PROBE_PART = 32  # of the tokens of a batch: the smaller of the two budgets that are timed
 _MEMORY_PART = 0.9  # of what the device can give
 _NUM_TIMED = 2
 _POLL_S = 0.05
 log = logging.getLogger(__name__)
-
-
-class Trainee(NamedTuple):
-    """All that a step needs."""
-
-    model: DraftModel
-    frozen: tuple[torch.Tensor, Head]  # the target's embedding, and its head as the loss uses it
-    optimizer: MasterAdamW
 
 
 def settle_anchors(actor: Actor, trainee: Trainee, welcome: Welcome) -> Config:
@@ -112,7 +99,7 @@ def mean_anchors(budget: int, shapes: Sequence[BatchShape], config: Config) -> f
 
 
 def measure_cost(trainee: Trainee, config: Config) -> BatchCost:
-    """Time whole steps at two budgets; with a loss that is not a number, so no step changes a bit of the trainee."""
+    """Time whole steps at two budgets; none changes a bit of the trainee."""
     step = anchors_of_tiles(config.draft.block_size)
     few = math.ceil(max(config.plan.max_tokens_per_batch / _PROBE_PART, 1) / step) * step
     (seconds, few_bytes), (more_seconds, many_bytes) = (_time_step(trainee, all_taken(config, n)) for n in (few, 2 * few))
@@ -122,45 +109,28 @@ def measure_cost(trainee: Trainee, config: Config) -> BatchCost:
 
 def _time_step(trainee: Trainee, config: Config) -> tuple[float, int]:
     """Seconds of a batch with its share of the optimizer's step, and the memory it takes at its peak."""
-    batch, device = full_batch(config, trainee.frozen[0].device), trainee.frozen[0].device
-    rows = batch.input_ids, batch.loss_mask, batch.cu_seqlens, batch.sample_ids
-    gradients, taken_s = trainee.optimizer.gradients, []
+    batch, device, taken_s = make_up_batch(*full_shape(config), config, trainee.device), trainee.device, []
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     for turn in range(1 + _NUM_TIMED):  # the first compiles
         marks = [_now(device)]
-        sums = block_loss(trainee.model, *trainee.frozen, batch, choose_blocks(*rows, turn, config), config)
-        gradients.accumulate(torch.cat([sums, sums.new_zeros(len(gradients.sums) - len(sums))]))
+        trainee.rehearse_batch(batch, config, epoch=turn)
         marks.append(_now(device))
-        gradients.sums[0] = math.nan
-        trainee.optimizer.step(0)
+        trainee.rehearse_step()
         marks.append(_now(device))
         taken_s.append(marks[1] - marks[0] + (marks[2] - marks[1]) / config.accumulation)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     return min(taken_s[1:]), peak
 
 
-def full_batch(config: Config, device: torch.device) -> PackedBatch:
-    """As many made-up documents of the middle bucket as a batch holds, all supervised."""
-    length = config.plan.bucket_lengths[len(config.plan.bucket_lengths) // 2]
-    num_documents = max(1, min(config.plan.max_tokens_per_batch // length, config.plan.max_samples_per_batch))
-    num_tokens, shape = num_documents * length, (len(config.draft.tap_layers), config.shape.hidden_size)
-    dtype: torch.dtype = getattr(torch, config.ring.dtype)
-    return PackedBatch(
-        hidden_states=torch.ones((num_tokens, *shape), dtype=dtype, device=device),
-        position_ids=torch.arange(length, device=device).repeat(num_documents),
-        input_ids=np.zeros(num_tokens, dtype=np.int64),
-        loss_mask=np.ones(num_tokens, dtype=np.bool_),
-        cu_seqlens=np.arange(num_documents + 1) * length,
-        sample_ids=np.arange(num_documents),
-    )
-
-
 def _max_anchors(trainee: Trainee, few: int, few_bytes: int, many_bytes: int) -> int:
     """By what the peaks at `few` and twice as many anchors say of more; a CPU has no limit."""
-    device = trainee.frozen[0].device
+    device = trainee.device
     if device.type != "cuda":
         return 1 << 31
-    free, _ = torch.cuda.mem_get_info(device)
-    room = (free + torch.cuda.memory_reserved(device)) * _MEMORY_PART - many_bytes
+    free, total = torch.cuda.mem_get_info(device)
+    share = torch.cuda.get_per_process_memory_fraction(device)
+    room = min(free + torch.cuda.memory_reserved(device), total * share) * _MEMORY_PART - many_bytes
     return 2 * few + int(room / max(1, (many_bytes - few_bytes) / few))
 
 

@@ -2,14 +2,16 @@
 
 import logging
 import time
+from functools import partial
 
 import torch
 
+from common.board import Phase
 from common.layout import SlotLayout
-from common.lifecycle import Actor
+from common.lifecycle import Actor, StoppedError
 from common.ring import RingReader
 from services.drafter import checkpoint
-from services.drafter.budget import Trainee, settle_anchors
+from services.drafter.budget import settle_anchors
 from services.drafter.evaluator import Evaluator
 from services.drafter.fetch import Fetcher
 from services.drafter.frozen import load_embedding_and_head
@@ -19,7 +21,9 @@ from services.drafter.model import DraftModel
 from services.drafter.optimizer import MasterAdamW
 from services.drafter.snapshots import Snapshots
 from services.drafter.step import num_sums
+from services.drafter.trainee import Trainee
 from services.drafter.trainer import Trainer
+from services.drafter.warmup import warm_up
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +50,9 @@ def main(actor: Actor) -> None:
     if actor.index == 0:
         checkpoint.clean(actor.run_dir)
     fetcher = Fetcher(actor, rings, device, welcome.plan_hash)
+    if device.type == "cuda":
+        actor.notices.phase(Phase.WARMING_UP)
+        warm_up(trainee, config, partial(_check, actor))
     group = Group(actor, device)
     try:
         evaluator = Evaluator(model, (embedding, head), config)
@@ -53,3 +60,9 @@ def main(actor: Actor) -> None:
     finally:
         fetcher.stop()
         group.leave()
+
+
+def _check(actor: Actor) -> None:
+    actor.keep_waiting()
+    if actor.stopping:
+        raise StoppedError

@@ -17,7 +17,6 @@ from common.lifecycle import Actor, StoppedError
 from common.messages import BatchInfo
 from common.stopwatch import Stopwatch
 from services.drafter.anchors import choose_blocks
-from services.drafter.budget import Trainee
 from services.drafter.evaluator import Evaluator
 from services.drafter.fetch import Fetched, Fetcher
 from services.drafter.flops import batch_flops
@@ -29,6 +28,7 @@ from services.drafter.profiler import StepProfiler
 from services.drafter.quarantine import BatchFacts, QuarantinedStep, collect_facts, quarantine
 from services.drafter.snapshots import Snapshots
 from services.drafter.step import PackedBatch, block_loss
+from services.drafter.trainee import Trainee
 
 _NOWHERE = -1
 log = logging.getLogger(__name__)
@@ -78,6 +78,7 @@ class Trainer:
                 break
             except GroupBrokenError as error:
                 log.warning("the group broke at batch %d: %s", self._position, error)
+                self._report(self._journal.flush())
                 fetcher.stop()
                 self._group.leave()
                 self._optimizer.gradients.abandon()
@@ -88,7 +89,6 @@ class Trainer:
 
     def _share_state(self) -> None:
         """All ranks go on from the one that is furthest; from disk only where none holds the run in memory."""
-        self._report(self._journal.flush())
         positions = self._group.collect(self._position)
         self._stop_requested = any(self._group.collect(self._stop_requested))
         furthest = max(positions)

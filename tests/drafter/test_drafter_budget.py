@@ -9,18 +9,11 @@ from common.anchor_budget import BatchCost
 from common.config import Config
 from common.messages import BatchShape
 from services.drafter.anchors import choose_blocks
-from services.drafter.budget import (
-    Trainee,
-    all_taken,
-    balanced_anchors,
-    full_batch,
-    mean_anchors,
-    measure_cost,
-    with_anchors,
-)
+from services.drafter.budget import all_taken, balanced_anchors, mean_anchors, measure_cost, with_anchors
 from services.drafter.model import DraftModel
 from services.drafter.optimizer import MasterAdamW
 from services.drafter.step import num_sums
+from services.drafter.trainee import Trainee, full_shape, make_up_batch
 
 FULL = [BatchShape(8, 2048, 100)]  # no batch has fewer documents than its budget has room for
 
@@ -59,7 +52,7 @@ def test_a_budget_has_limits(batches_per_s: float, max_anchors: int, max_samples
 
 def test_what_is_timed_has_all_its_anchors() -> None:
     config = all_taken(make_config(anchors_per_document=1), 64)
-    batch = full_batch(config, torch.device("cpu"))
+    batch = make_up_batch(*full_shape(config), config, torch.device("cpu"))
     blocks = choose_blocks(batch.input_ids, batch.loss_mask, batch.cu_seqlens, batch.sample_ids, 0, config)
     assert blocks.valid.sum() == len(blocks.anchors) == 64
 

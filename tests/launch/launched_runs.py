@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,10 @@ class LaunchedRun:
         """The optimizer steps in the order in which they were reported."""
         return [line["step"] for line in self._figures(rank) if "loss" in line]
 
+    def reported_s(self, rank: int = 0) -> list[float]:
+        """When the optimizer steps were reported, in seconds since the epoch."""
+        return [line["time_s"] for line in self._figures(rank) if "loss" in line]
+
     def evaluations(self) -> dict[int, float]:
         """Acceptance length per step before which it was measured."""
         return {line["step"]: line["acceptance"] for line in self._figures(0) if "acceptance" in line}
@@ -112,6 +117,11 @@ class LaunchedRun:
     def log(self, name: str) -> str:
         """All that an actor printed, over all its lives."""
         return (self.directory / "logs" / f"{name}.log").read_text()
+
+    def logged_s(self, name: str, text: str) -> list[float]:
+        """When an actor printed lines with this text, in seconds since the epoch."""
+        lines = [line for line in self.log(name).splitlines() if text in line]
+        return [datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp() for line in lines]
 
     def num_lives(self, name: str) -> int:
         """How many times an actor started."""

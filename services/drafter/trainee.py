@@ -1,0 +1,62 @@
+"""What is trained, and steps of made-up batches that change no bit of it: to time, to compile, to fill the memory.
+
+Shapes: D documents, T = D * length rows, K taps, H hidden.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from common.config import Config
+from services.drafter.anchors import choose_blocks
+from services.drafter.loss import Head
+from services.drafter.model import DraftModel
+from services.drafter.optimizer import MasterAdamW
+from services.drafter.step import PackedBatch, block_loss
+
+
+class Trainee(NamedTuple):
+    """All that a step needs."""
+
+    model: DraftModel
+    frozen: tuple[torch.Tensor, Head]  # the target's embedding, and its head as the loss uses it
+    optimizer: MasterAdamW
+
+    @property
+    def device(self) -> torch.device:
+        """Where all of it is."""
+        return self.frozen[0].device
+
+    def rehearse_batch(self, batch: PackedBatch, config: Config, epoch: int = 0) -> None:
+        """Forward and backward; `rehearse_step` must follow."""
+        rows = batch.input_ids, batch.loss_mask, batch.cu_seqlens, batch.sample_ids
+        sums = block_loss(self.model, *self.frozen, batch, choose_blocks(*rows, epoch, config), config)
+        gradients = self.optimizer.gradients
+        gradients.accumulate(torch.cat([sums, sums.new_zeros(len(gradients.sums) - len(sums))]))
+
+    def rehearse_step(self) -> None:
+        """The optimizer's step with a loss that is not a number, which changes nothing but empties the gradients."""
+        self.optimizer.gradients.sums[0] = math.nan
+        self.optimizer.step(0)
+
+
+def make_up_batch(num_documents: int, length: int, config: Config, device: torch.device) -> PackedBatch:
+    """Documents of one length, all supervised, with hidden states of ones [T, K, H]."""
+    num_tokens, shape = num_documents * length, (len(config.draft.tap_layers), config.shape.hidden_size)
+    dtype: torch.dtype = getattr(torch, config.ring.dtype)
+    return PackedBatch(
+        hidden_states=torch.ones((num_tokens, *shape), dtype=dtype, device=device),
+        position_ids=torch.arange(length, device=device).repeat(num_documents),
+        input_ids=np.zeros(num_tokens, dtype=np.int64),
+        loss_mask=np.ones(num_tokens, dtype=np.bool_),
+        cu_seqlens=np.arange(num_documents + 1) * length,
+        sample_ids=np.arange(num_documents),
+    )
+
+
+def full_shape(config: Config) -> tuple[int, int]:
+    """Documents of the middle bucket in a full batch: how many, and how long."""
+    length = config.plan.bucket_lengths[len(config.plan.bucket_lengths) // 2]
+    return max(1, min(config.plan.max_tokens_per_batch // length, config.plan.max_samples_per_batch)), length

@@ -1,0 +1,103 @@
+"""The warm-up leaves no trace, comes to every size of a batch, and says what fits where the memory does not suffice."""
+
+import gc
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from made_up_batches import BLOCK_SIZE, frozen_weights, make_config
+
+from common.config import Config
+from common.errors import ConfigError
+from services.drafter.budget import with_anchors
+from services.drafter.model import DraftModel
+from services.drafter.optimizer import MasterAdamW
+from services.drafter.step import num_sums
+from services.drafter.trainee import Trainee, make_up_batch
+from services.drafter.warmup import halved_shapes, warm_up
+
+
+def config_of(max_tokens: int, anchors: int, bucket_lengths: list[int], **options: int | str) -> Config:
+    config = make_config(anchors_per_batch=anchors, **options)  # type: ignore[arg-type]
+    plan = msgspec.structs.replace(config.plan, max_tokens_per_batch=max_tokens, bucket_lengths=bucket_lengths)
+    return msgspec.structs.replace(config, plan=plan)
+
+
+def make_trainee(config: Config, device: str = "cpu") -> Trainee:
+    model = DraftModel(config, torch.device(device))
+    embed, head = (weight.to(model.fc.weight.dtype) for weight in frozen_weights(device=device))
+    return Trainee(model, (embed, head), MasterAdamW(model, config.train, 10, num_sums(BLOCK_SIZE) + 1))
+
+
+def test_sizes_are_halved_down_to_a_block() -> None:
+    shapes = halved_shapes(config_of(300, 16, [16, 32, 64]))
+    assert shapes == [(9, 32), (4, 32), (2, 32), (1, 32), (1, 16), (1, 8), (1, 4)]
+    assert halved_shapes(config_of(40, 16, [32])) == [(1, 32), (1, 16), (1, 8), (1, 4)]
+
+
+def test_no_bit_is_changed_and_a_stop_ends_it() -> None:
+    config = config_of(128, 16, [32])
+    trainee = make_trainee(config)
+    model, _, optimizer = trainee
+    before = {name: tensor.clone() for name, tensor in [*optimizer.state_dict().items(), *model.state_dict().items()]}
+    turns: list[int] = []
+    warm_up(trainee, config, lambda: turns.append(1))
+    assert len(turns) == len(halved_shapes(config)) == 6
+    after = {**optimizer.state_dict(), **model.state_dict()}
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert not optimizer.gradients.sums.any()
+
+    def stop() -> None:
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        warm_up(trainee, config, stop)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of itself
+def test_after_it_no_size_compiles_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    torch.compiler.reset()
+    config = config_of(2048, 256, [64, 128], dtype="bfloat16", head_dim=16, anchors_per_document=64)
+    trainee = make_trainee(config, "cuda")
+    warm_up(trainee, config, lambda: None)
+    kernels = set(tmp_path.rglob("*"))
+    assert kernels
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for shape in ((15, 127), (9, 101), (5, 64), (3, 33), (1, 77), (1, 19), (1, 5), (2, 2)):
+            trainee.rehearse_batch(make_up_batch(*shape, config, trainee.device), config)
+            trainee.rehearse_step()
+    assert set(tmp_path.rglob("*")) == kernels
+
+
+@pytest.fixture
+def little_memory() -> Iterator[None]:
+    """Of the GPU: 1 GiB above what is in use."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    total = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**30) / total)
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of itself
+def test_a_budget_that_does_not_fit_is_refused_with_one_that_does(little_memory: None) -> None:
+    config = config_of(1 << 18, 1 << 17, [1024], dtype="bfloat16", head_dim=16, anchors_per_document=1024)
+    trainee = make_trainee(config, "cuda")
+    with pytest.raises(
+        ConfigError, match=r"train.anchors_per_batch: needed at most \d+ for all .* of cuda.*, found 131072"
+    ) as error:
+        warm_up(trainee, config, lambda: None)
+    print(error.value)
+    match = re.search(r"at most (\d+)", str(error.value))
+    assert match is not None
+    fitting = int(match[1])
+    assert 1024 <= fitting < 131072
+    warm_up(trainee, with_anchors(config, fitting), lambda: None)
