@@ -1,6 +1,6 @@
 """Two drafters against one, from resident slots: speed, the same training, and what the death of one costs.
 
-    python -m launch.bench scaling --shape qwen3_8b [--devices cuda:0 cuda:1] [--steps N] [--samples 256] [--kill]
+    python -m launch.bench scaling --shape qwen3_8b [--devices cuda:0 cuda:1] [--steps N] [--samples 1000] [--kill]
         [--set KEY=VALUE ...]
 
 Real drafter processes and their group (nccl on GPUs, gloo on CPUs), the same batches in the same steps: four a step, so two
@@ -111,7 +111,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--shape", choices=SHAPES, default="qwen3_8b")
     parser.add_argument("--devices", nargs=2, default=["cuda:0", "cuda:1"], metavar="DEVICE")
     parser.add_argument("--steps", type=int, default=0, help="end each run at once behind this step")
-    parser.add_argument("--samples", type=int, default=256, help="rows of the data set, which is trained on once")
+    parser.add_argument("--samples", type=int, default=1000, help="rows of the data set, which is trained on once")
     parser.add_argument("--kill", action="store_true", help="also a run in which the second drafter dies in a collective")
     parser.add_argument("--set", dest="overrides", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
     options = parser.parse_args(arguments)

@@ -43,13 +43,16 @@ class Trainee(NamedTuple):
 
 
 def make_up_batch(num_documents: int, length: int, config: Config, device: torch.device) -> PackedBatch:
-    """Documents of one length, all supervised, with hidden states of ones [T, K, H]."""
+    """Documents of one length, all supervised, with random tokens and hidden states [T, K, H].
+
+    Random, because rows that are all alike were computed faster than real ones: 6 % by a drafter for an 8B target.
+    """
     num_tokens, shape = num_documents * length, (len(config.draft.tap_layers), config.shape.hidden_size)
     dtype: torch.dtype = getattr(torch, config.ring.dtype)
     return PackedBatch(
-        hidden_states=torch.ones((num_tokens, *shape), dtype=dtype, device=device),
+        hidden_states=torch.empty((num_tokens, *shape), dtype=dtype, device=device).normal_(generator=_generator(device)),
         position_ids=torch.arange(length, device=device).repeat(num_documents),
-        input_ids=np.zeros(num_tokens, dtype=np.int64),
+        input_ids=np.random.default_rng(0).integers(0, config.shape.vocab_size, num_tokens),
         loss_mask=np.ones(num_tokens, dtype=np.bool_),
         cu_seqlens=np.arange(num_documents + 1) * length,
         sample_ids=np.arange(num_documents),
@@ -60,3 +63,8 @@ def full_shape(config: Config) -> tuple[int, int]:
     """Documents of the middle bucket in a full batch: how many, and how long."""
     length = config.plan.bucket_lengths[len(config.plan.bucket_lengths) // 2]
     return max(1, min(config.plan.max_tokens_per_batch // length, config.plan.max_samples_per_batch)), length
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """One of its own: who rehearses must not move the random numbers of a run."""
+    return torch.Generator(device).manual_seed(0)

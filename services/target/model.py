@@ -41,6 +41,11 @@ class TargetModel:
         """
         return cls(load_decoder(config, device), config.draft.tap_layers)
 
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return int(self.decoder.config.vocab_size)
+
     @torch.inference_mode()
     def run(self, input_ids: torch.Tensor, keep: Keep) -> None:
         """Launch the forward of int64 [B, S]; `keep` gets every tap [B, S, H] in the model's dtype as soon as it exists.

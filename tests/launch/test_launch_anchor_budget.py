@@ -25,6 +25,11 @@ def chosen(run: LaunchedRun) -> int:
     return int(json.loads((run.directory / "anchors.json").read_text())["anchors_per_batch"])
 
 
+def plan_faults(run: LaunchedRun, faults: dict[str, list[Fault]]) -> None:
+    run.directory.mkdir(mode=0o700, exist_ok=True)
+    (run.directory / "faults.json").write_bytes(msgspec.json.encode(faults))
+
+
 def num_measured(run: LaunchedRun) -> int:
     """Of all lives of all actors."""
     return sum(run.log(f"drafter-{index}").count("a batch takes") for index in (0, 1)) + sum(
@@ -33,8 +38,10 @@ def num_measured(run: LaunchedRun) -> int:
 
 
 def test_a_run_chooses_once_and_goes_on_with_its_choice(run: LaunchedRun) -> None:
+    slow = {"drafter-0": [Fault("drafter.before_step", action="sleep", sleep_s=0.2)]}  # so that it is told before it is done
+    plan_faults(run, slow)
     run.start(*AUTO)
-    run.wait_for_step(9)
+    run.wait_for_step(4)
     run.signal(signal.SIGTERM)
     assert run.end() == 128 + signal.SIGTERM, run.log_tails()
     budget = json.loads((run.directory / "anchors.json").read_text())
@@ -45,6 +52,7 @@ def test_a_run_chooses_once_and_goes_on_with_its_choice(run: LaunchedRun) -> Non
     assert "on average: the targets make" in run.log("drafter-0")
     assert num_measured(run) == 4
 
+    plan_faults(run, {})
     run.start(*AUTO)
     assert run.end() == 0, run.log_tails()
     assert num_measured(run) == 4
@@ -55,8 +63,7 @@ def test_a_run_chooses_once_and_goes_on_with_its_choice(run: LaunchedRun) -> Non
 def test_a_chosen_number_trains_as_the_same_number_given(run: LaunchedRun, other_run: LaunchedRun) -> None:
     """Also where a target dies before anybody measured, and drafter 0 after the choice."""
     faults = {"target-0": [Fault("target.mid_forward", 1)], "drafter-0": [Fault("drafter.before_step", 3)]}
-    run.directory.mkdir(mode=0o700)
-    (run.directory / "faults.json").write_bytes(msgspec.json.encode(faults))
+    plan_faults(run, faults)
     run.start(*AUTO)
     assert run.end() == 0, run.log_tails()
     assert run.num_lives("target-0") == run.num_lives("drafter-0") == 2
