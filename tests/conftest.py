@@ -5,6 +5,7 @@ Without one Triton's kernels run in its interpreter, which must be chosen before
 
 import faulthandler
 import os
+import signal
 import warnings
 from contextlib import suppress
 
@@ -13,6 +14,7 @@ import torch
 
 torch.set_num_threads(1)
 faulthandler.enable()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background with it ignored
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 else:
