@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from made_up_batches import BLOCK_SIZE, frozen_weights, make_config
+from made_up_batches import BLOCK_SIZE, HIDDEN_SIZE, NUM_TAPS, VOCAB_SIZE, frozen_weights, make_config
 
 from common.config import Config
 from common.errors import ConfigError
@@ -55,6 +55,19 @@ def test_no_bit_is_changed_and_a_stop_ends_it() -> None:
 
     with pytest.raises(InterruptedError):
         warm_up(trainee, config, stop)
+
+
+def test_made_up_rows_are_various_and_move_no_random_number_of_a_run() -> None:
+    before = torch.get_rng_state()
+    batches = [make_up_batch(3, 20, make_config(), torch.device("cpu")) for _ in range(2)]
+    assert torch.equal(torch.get_rng_state(), before)
+    hidden_states, input_ids = batches[0].hidden_states, batches[0].input_ids
+    assert torch.equal(batches[1].hidden_states, hidden_states)
+    assert hidden_states.shape == (60, NUM_TAPS, HIDDEN_SIZE)
+    assert len({tuple(row) for row in hidden_states.flatten(1).tolist()}) == 60
+    assert 0.9 < float(hidden_states.float().std()) < 1.1
+    assert len(set(input_ids.tolist())) > VOCAB_SIZE // 2
+    assert input_ids.max() < VOCAB_SIZE
 
 
 @pytest.mark.gpu
