@@ -104,9 +104,9 @@ class TargetCache:
         shifts = [num_pending - count - fewest for count in counts]
         if self._before is not None:
             self._replay(self._before, counts)
+        if any(shifts):
+            self._shift(shifts)
         for layer in self._attention_layers():
-            if any(shifts):
-                layer.keys, layer.values = _shift(layer.keys, shifts), _shift(layer.values, shifts)
             layer.crop(-fewest)
         self._padding = [padding + shift for padding, shift in zip(self._padding, shifts, strict=True)]
         self._num_columns += num_pending - fewest
@@ -134,6 +134,15 @@ class TargetCache:
         """Those that hold keys and values of their own."""
         layers: list[Any] = [it for it in self._cache.layers if not isinstance(it, LinearAttentionCacheLayerMixin)]
         return [layer for layer in layers if layer.is_initialized]
+
+    def _shift(self, shifts: Sequence[int]) -> None:
+        """Move each row right by its shift; what comes in on the left is padding."""
+        device = self._model.device
+        columns = torch.arange(self._num_columns + len(self._pending[0]), device=device)[None, :]
+        origin = (columns - torch.tensor(shifts, device=device)[:, None]).clamp(min=0)[:, None, :, None]
+        for layer in self._attention_layers():
+            index = origin[:, :, : layer.keys.shape[2]]  # a sliding layer has fewer columns
+            layer.keys, layer.values = (it.gather(2, index.expand_as(it)) for it in (layer.keys, layer.values))
 
     def _replay(self, before: Any, counts: Sequence[int]) -> None:
         """Give the recurrent layers the state behind the kept tokens of every row."""
@@ -178,13 +187,6 @@ class TargetCache:
 
     def _tap(self, layer: nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
         self._taps.append(output if isinstance(output, Tensor) else output[0])
-
-
-def _shift(heads: Tensor, shifts: Sequence[int]) -> Tensor:
-    """Move each row of [R, Hkv, C, D] right by its shift; what comes in on the left is padding."""
-    columns = torch.arange(heads.shape[2], device=heads.device)[None, :]
-    origin = (columns - torch.tensor(shifts, device=heads.device)[:, None]).clamp(min=0)
-    return heads.gather(2, origin[:, None, :, None].expand_as(heads))
 
 
 def _put_states(states: dict[int, Tensor | None], others: dict[int, Tensor | None], rows: list[int]) -> None:

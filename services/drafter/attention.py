@@ -34,13 +34,18 @@ class Attend(Protocol):
         """
 
 
+def visible(runs: KeyRuns, num_keys: int, device: torch.device) -> Tensor:
+    """Which of S keys in one sequence each query row sees: bool [M, S]."""
+    start, end, own_start, own_end = (upload(part, device)[:, None] for part in runs)
+    keys = torch.arange(num_keys, device=device)[None, :]
+    return ((keys >= start) & (keys < end)) | ((keys >= own_start) & (keys < own_end))
+
+
 class DenseAttention:
     """Under a mask of all rows and keys: the reference, and the way of the CPU."""
 
     def __init__(self, runs: KeyRuns, num_context: int, num_rows: int, device: torch.device) -> None:
-        start, end, own_start, own_end = (upload(part, device)[:, None] for part in in_one_sequence(runs, num_context))
-        keys = torch.arange(num_context + num_rows, device=device)[None, :]
-        self.mask = ((keys >= start) & (keys < end)) | ((keys >= own_start) & (keys < own_end))  # [M, S]
+        self.mask = visible(in_one_sequence(runs, num_context), num_context + num_rows, device)
 
     def __call__(self, query: Tensor, context: KeysValues, own: KeysValues) -> Tensor:
         """See `Attend`."""

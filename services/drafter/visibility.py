@@ -53,8 +53,8 @@ def key_runs(places: BlockPlaces, block_size: int, sliding_window: int, rows: In
     return KeyRuns(np.clip(oldest, start, end), end, np.maximum(own_start, rows - (sliding_window - 1)), rows + 1)
 
 
-def in_one_sequence(runs: KeyRuns, num_context: int) -> KeyRuns:
-    """The runs when the block rows stand behind `num_context` context rows."""
+def in_one_sequence(runs: KeyRuns, num_context: int | Ints) -> KeyRuns:
+    """The runs when block row 0 stands behind `num_context` context rows; [M] where each query row has its own sequence."""
     return runs._replace(own_start=runs.own_start + num_context, own_end=runs.own_end + num_context)
 
 

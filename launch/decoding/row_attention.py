@@ -1,0 +1,39 @@
+"""Attention of blocks that each continue a context of their own, in one call: what R rows cost grows with R only.
+
+Shapes: R rows, B block size, M = R * B block rows, C columns (the longest context and a block), Hq query heads, Hkv key and
+value heads, D head_dim.
+"""
+
+import numpy as np
+import torch.nn.functional as F
+from torch import Tensor
+
+from launch.decoding.contexts import Places
+from services.drafter.attention import KeysValues, visible
+from services.drafter.visibility import BlockPlaces, Ints, in_one_sequence, key_runs
+
+
+class RowAttention:
+    """Of the blocks behind contexts of these lengths, int64 [R]; `own` is where their rows come.
+
+    Attributes:
+        mask: bool [R, 1, B, C].
+    """
+
+    def __init__(self, lengths: Ints, own: Places, block_size: int, sliding_window: int) -> None:
+        numbers = np.arange(len(lengths))
+        blocks = BlockPlaces(lengths, np.zeros_like(lengths), np.ones(len(lengths), dtype=bool))
+        runs = key_runs(blocks, block_size, sliding_window, np.arange(len(lengths) * block_size))
+        runs = in_one_sequence(runs, np.repeat(lengths - numbers * block_size, block_size))
+        mask = visible(runs, int(lengths.max()) + block_size, own.columns.device)
+        self.mask = mask.view(len(lengths), 1, block_size, -1)
+        self._own = own
+
+    def __call__(self, query: Tensor, context: KeysValues, own: KeysValues) -> Tensor:
+        """See `Attend`, but the context is [R, Hkv, C, D] each and gets the own rows written into it."""
+        self._own.fill(context, own)
+        key, value = context
+        blocks = query.view(len(query), len(key), -1, key.shape[-1]).transpose(0, 1)  # [R, Hq, B, D]
+        grouped = blocks.shape[1] != key.shape[1]
+        output = F.scaled_dot_product_attention(blocks, key, value, attn_mask=self.mask, enable_gqa=grouped)
+        return output.transpose(1, 2).reshape(query.shape[1], -1)
