@@ -30,10 +30,14 @@ class RowAttention:
         self._own = own
 
     def __call__(self, query: Tensor, context: KeysValues, own: KeysValues) -> Tensor:
-        """See `Attend`, but the context is [R, Hkv, C, D] each and gets the own rows written into it."""
+        """See `Attend`, but the context is [R, Hkv, C, D] each and gets the own rows written into it.
+
+        The G query heads of a key head ask as so many further rows, so that no kernel has to copy keys for them.
+        """
         self._own.fill(context, own)
-        key, value = context
-        blocks = query.view(len(query), len(key), -1, key.shape[-1]).transpose(0, 1)  # [R, Hq, B, D]
-        grouped = blocks.shape[1] != key.shape[1]
-        output = F.scaled_dot_product_attention(blocks, key, value, attn_mask=self.mask, enable_gqa=grouped)
-        return output.transpose(1, 2).reshape(query.shape[1], -1)
+        num_rows, num_key_heads, _, depth = context[0].shape
+        group = len(query) // num_key_heads
+        asking = query.view(num_key_heads, group, num_rows, -1, depth).permute(2, 0, 1, 3, 4).flatten(2, 3)
+        output = F.scaled_dot_product_attention(asking, *context, attn_mask=self.mask.repeat(1, 1, group, 1))
+        heads = output.view(num_rows, len(query), -1, depth)
+        return heads.transpose(1, 2).reshape(query.shape[1], -1)
