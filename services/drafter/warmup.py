@@ -1,6 +1,6 @@
 """The first steps of a drafter on a GPU: every kernel compiled, loaded or tuned before the first batch, or why that cannot be.
 
-What a kernel is made or chosen for is its number of rows, of documents' tokens or of blocks: so made-up batches run from the
+Kernels are made and chosen for numbers of rows, those of documents' tokens and of blocks: so made-up batches run from the
 fullest down, each of half as many tokens as the one before. The first takes the memory that all later ones use.
 """
 
