@@ -123,6 +123,11 @@ class Actor:
             raise self._thread_failure
         return True
 
+    def check_stop(self) -> None:
+        """Raise StoppedError when told to stop."""
+        if self.stopping:
+            raise StoppedError
+
     def start_thread(self, name: str, body: Callable[[], None]) -> threading.Thread:
         """Run `body` beside the main thread, which gets its exception at the next wait."""
 

@@ -19,7 +19,8 @@ import torch
 
 from common.anchor_budget import AnchorBudget, BatchCost, read_budget, write_budget
 from common.config import Config
-from common.lifecycle import Actor, StoppedError
+from common.device_memory import allowed_bytes
+from common.lifecycle import Actor
 from common.messages import BatchShape, Welcome
 from services.drafter.anchors import anchors_of_tiles
 from services.drafter.trainee import Trainee, full_shape, make_up_batch
@@ -128,9 +129,7 @@ def _max_anchors(trainee: Trainee, few: int, few_bytes: int, many_bytes: int) ->
     device = trainee.device
     if device.type != "cuda":
         return 1 << 31
-    free, total = torch.cuda.mem_get_info(device)
-    share = torch.cuda.get_per_process_memory_fraction(device)
-    room = min(free + torch.cuda.memory_reserved(device), total * share) * _MEMORY_PART - many_bytes
+    room = allowed_bytes(device) * _MEMORY_PART - many_bytes
     return 2 * few + int(room / max(1, (many_bytes - few_bytes) / few))
 
 
@@ -157,8 +156,7 @@ def _choose(actor: Actor, welcome: Welcome) -> AnchorBudget:
 
 
 def _wait(actor: Actor) -> None:
-    if actor.stopping:
-        raise StoppedError
+    actor.check_stop()
     actor.keep_waiting()
     time.sleep(_POLL_S)
 

@@ -2,13 +2,12 @@
 
 import logging
 import time
-from functools import partial
 
 import torch
 
 from common.board import Phase
 from common.layout import SlotLayout
-from common.lifecycle import Actor, StoppedError
+from common.lifecycle import Actor
 from common.ring import RingReader
 from services.drafter import checkpoint
 from services.drafter.budget import settle_anchors
@@ -52,7 +51,7 @@ def main(actor: Actor) -> None:
     fetcher = Fetcher(actor, rings, device, welcome.plan_hash)
     if device.type == "cuda":
         actor.notices.phase(Phase.WARMING_UP)
-        warm_up(trainee, config, partial(_check, actor))
+        warm_up(trainee, config, actor.check_stop)
     group = Group(actor, device)
     try:
         evaluator = Evaluator(model, (embedding, head), config)
@@ -60,9 +59,3 @@ def main(actor: Actor) -> None:
     finally:
         fetcher.stop()
         group.leave()
-
-
-def _check(actor: Actor) -> None:
-    actor.keep_waiting()
-    if actor.stopping:
-        raise StoppedError

@@ -12,12 +12,12 @@ from collections.abc import Callable
 import torch
 
 from common.config import Config
+from common.device_memory import describe_peak
 from common.errors import ConfigError
 from services.drafter.anchors import anchors_of_tiles
 from services.drafter.budget import all_taken, measure_cost
 from services.drafter.trainee import Trainee, full_shape, make_up_batch
 
-_GIB = 2**30
 log = logging.getLogger(__name__)
 
 
@@ -37,7 +37,7 @@ def warm_up(trainee: Trainee, config: Config, check: Callable[[], None]) -> None
         check()
         if not _fits(trainee, shape, config):
             raise _refusal(trainee, config)
-    log.info("warmed up %d sizes of a batch in %.1f s%s", len(shapes), time.monotonic() - began, _peak(trainee.device))
+    log.info("warmed up %d sizes of a batch in %.1f s%s", len(shapes), time.monotonic() - began, describe_peak(trainee.device))
 
 
 def halved_shapes(config: Config) -> list[tuple[int, int]]:
@@ -88,9 +88,3 @@ def _make_room(trainee: Trainee) -> None:
     trainee.optimizer.gradients.abandon()
     gc.collect()
     torch.cuda.empty_cache()
-
-
-def _peak(device: torch.device) -> str:
-    if device.type != "cuda":
-        return ""
-    return f"; at most {torch.cuda.max_memory_allocated(device) / _GIB:.1f} GiB of device memory in use"

@@ -12,7 +12,7 @@ from common.dataset import Dataset
 from common.errors import ProtocolError
 from common.held_out import HeldOut
 from common.layout import SlotLayout
-from common.lifecycle import Actor, StoppedError
+from common.lifecycle import Actor
 from common.messages import BatchKind, Lease, Work
 from common.ring import RingWriter
 from common.stopwatch import Stopwatch
@@ -50,9 +50,9 @@ class TargetService:
             self._model.compile_layers()
         welcome = actor.join()
         actor.notices.phase(Phase.WARMING_UP)
-        stagings = WarmUp(self._model, layout, config.plan, self._device).run(welcome.shapes, self._check_stop)
+        stagings = WarmUp(self._model, layout, config.plan, self._device).run(welcome.shapes, actor.check_stop)
         if is_open(config, actor.run_dir):
-            actor.notices.show_speed(measure_speed(self._model, stagings[0], welcome.shapes, self._device, self._check_stop))
+            actor.notices.show_speed(measure_speed(self._model, stagings[0], welcome.shapes, self._device, actor.check_stop))
         health = Health(actor.metrics, ForwardFlops(self._model.decoder), self._device)
         self._publisher = Publisher(actor, writer, config.ring.num_slots, stagings, health, self._device, welcome.plan_hash)
 
@@ -61,7 +61,7 @@ class TargetService:
         self._actor.notices.phase(Phase.READY)
         bucket_lengths = self._actor.config.plan.bucket_lengths
         while True:
-            self._check_stop()
+            self._actor.check_stop()
             clock = Stopwatch(_HOST)
             lease = self._next_lease()
             clock.lap(f"waiting_for_{lease.lacked}_s")
@@ -73,10 +73,6 @@ class TargetService:
             clock.lap("launch_s")
             self._publisher.send(lease, rows, staging, clock.laps_s())
             self._actor.notices.add(num_batches=1, num_tokens=len(rows.places))
-
-    def _check_stop(self) -> None:
-        if self._actor.stopping:
-            raise StoppedError
 
     def _next_lease(self) -> Lease:
         """Waits for a free slot of the ring, or for a batch that is still needed."""

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from common.config import PlanConfig
+from common.device_memory import GIB, allowed_bytes, describe_peak
 from common.errors import ConfigError
 from common.layout import SlotLayout
 from common.messages import BatchShape
@@ -25,7 +26,6 @@ from services.target.rows import TargetRows, make_rows
 from services.target.staging import Staging
 
 NUM_STAGINGS = 2  # one is filled while the other is copied out
-_GIB = 2**30
 _STEP_TOKENS = 256
 _RANGE_TOKENS = 512  # those kernels use ranges of 65,536 rows of a head, 1,365 tokens for 48 heads
 _RESERVE = 0.97  # of the memory; fragments and the driver take the rest
@@ -65,7 +65,7 @@ class WarmUp:
             self._model.touch(stagings[0].upload(_make_rows(shape)))
         self._finish()
         took = f"{len(chosen)} shapes and {len(between)} between them in {time.monotonic() - began:.1f} s"
-        log.info("warmed up %s%s", took, self._peak())
+        log.info("warmed up %s%s", took, describe_peak(self._device))
         return stagings
 
     def _try(self, layout: SlotLayout, shapes: Sequence[BatchShape], check: Callable[[], None]) -> list[Staging] | None:
@@ -86,7 +86,7 @@ class WarmUp:
 
     def _refusal(self, check: Callable[[], None]) -> ConfigError:
         longest, found = self._plan.bucket_lengths[-1], self._plan.max_tokens_per_batch
-        memory = f"of the {self._allowed_bytes() / _GIB:.1f} GiB that this process may have on {self._device}"
+        memory = f"of the {allowed_bytes(self._device) / GIB:.1f} GiB that this process may have on {self._device}"
         tokens = self._fitting_tokens(check)
         if tokens < longest:
             return ConfigError(
@@ -101,7 +101,7 @@ class WarmUp:
         if small is None or large is None:
             return 0
         per_token = (large - small) / _STEP_TOKENS
-        room = self._allowed_bytes() * _RESERVE - small
+        room = allowed_bytes(self._device) * _RESERVE - small
         tokens = _round_down(min(_STEP_TOKENS + room / per_token, self._plan.max_tokens_per_batch - 1))
         while tokens > 0 and self._peak_bytes(tokens) is None:
             check()
@@ -116,18 +116,6 @@ class WarmUp:
         layout = msgspec.structs.replace(self._layout, capacity_tokens=tokens)
         fits = self._try(layout, [BatchShape(tokens // _STEP_TOKENS, _STEP_TOKENS)], lambda: None) is not None
         return torch.cuda.max_memory_allocated(self._device) if fits else None
-
-    def _allowed_bytes(self) -> int:
-        """What this process has or can still get, by the device and by its own limit."""
-        free, total = torch.cuda.mem_get_info(self._device)
-        share = torch.cuda.get_per_process_memory_fraction(self._device)
-        return min(free + torch.cuda.memory_reserved(self._device), int(total * share))
-
-    def _peak(self) -> str:
-        if not self._on_gpu:
-            return ""
-        peak, reserved = torch.cuda.max_memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
-        return f"; at most {peak / _GIB:.1f} GiB of device memory in use, {reserved / _GIB:.1f} GiB reserved"
 
 
 def shapes_between(shapes: Sequence[BatchShape], bucket_lengths: Sequence[int]) -> list[BatchShape]:

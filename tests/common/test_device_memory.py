@@ -1,0 +1,23 @@
+"""What a process may have of a GPU follows its own limit; of a CPU nothing is told."""
+
+import pytest
+import torch
+
+from common.device_memory import allowed_bytes, describe_peak
+
+
+def test_a_cpu_has_no_peak() -> None:
+    assert describe_peak(torch.device("cpu")) == ""
+
+
+@pytest.mark.gpu
+def test_a_limit_of_the_process_counts() -> None:
+    device = torch.device("cuda:0")
+    free, total = torch.cuda.mem_get_info(device)
+    assert free <= allowed_bytes(device) <= total
+    torch.cuda.set_per_process_memory_fraction(0.01)
+    try:
+        assert allowed_bytes(device) == int(total * 0.01)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert "GiB of device memory in use" in describe_peak(device)
