@@ -92,14 +92,14 @@ class Comparison:
         fast = speculate(*self._pair, prompts, self._limits, seeds)
         turns = []
         for (case, prompt), left, right in zip(asked, plain.decodings, fast.decodings, strict=True):
-            difference = self._difference(prompt, left, right, together=len(asked) > 1)
+            difference = self._difference(prompt, left, right, num_rows=len(asked))
             turns.append(Turn(case, number, prompt, left, right, difference))
         return Outcome(turns, plain, fast)
 
-    def _difference(self, prompt: list[int], plain: Decoding, fast: Decoding, *, together: bool) -> Difference | None:
+    def _difference(self, prompt: list[int], plain: Decoding, fast: Decoding, *, num_rows: int) -> Difference | None:
         if self._limits.sampling.temperature != GREEDY.temperature:
             return None
-        return find_difference(self._pair.target, prompt, plain.tokens, fast.tokens, together=together)
+        return find_difference(self._pair.target, prompt, plain.tokens, fast.tokens, num_rows=num_rows)
 
     def _next(self, case: Case, answer: list[int] | None) -> list[int] | None:
         """The next prompt of a conversation; None at its end, and where it cannot go on."""

@@ -2,10 +2,11 @@
 
 The same logits come out a little different when a pass has another shape. The last tokens up to the first that differs
 run again in several plain ways, none of which has anything to do with drafts: one by one, a few at a time, all at once,
-and where answers were decoded together, beside another row. What the gap between two likely logits changes by from way
-to way is rounding; a gap that is no larger could have been decided by it.
+and where answers were decoded together, beside as many rows. What the gap between two likely logits changes by from way
+to way is rounding, and so is the last place of the logits themselves; a gap that is no larger could have been decided by it.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from launch.decoding.target_cache import TargetCache
 
 _NUM_LIKELY = 10  # logits of a position whose gaps are looked at
 _NUM_POSITIONS = 64
-_FEW = 8  # tokens in a pass, and columns that another row is longer
+_FEW = 8  # tokens in a pass, and columns that other rows are longer
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +29,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     plain_token: int | None
     speculative_token: int | None
     gap: float | None = None  # between the logits of the two tokens, run one by one
-    rounding: float | None = None  # the largest change of a gap between likely logits from one way to another
+    rounding: float | None = None  # the largest change of a gap from one way to another, and a last place at least
 
     @property
     def is_tie(self) -> bool:
@@ -38,9 +39,9 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
 @torch.inference_mode()
 def find_difference(
-    target: PreTrainedModel, prompt: Sequence[int], plain: Sequence[int], speculative: Sequence[int], *, together: bool
+    target: PreTrainedModel, prompt: Sequence[int], plain: Sequence[int], speculative: Sequence[int], *, num_rows: int
 ) -> Difference | None:
-    """Compare the answers to a prompt, decoded alone or together with others; None where they are equal."""
+    """Compare the answers to a prompt that was decoded as one of several rows; None where they are equal."""
     if plain == speculative:
         return None
     same = zip(plain, speculative, strict=False)
@@ -50,31 +51,36 @@ def find_difference(
         tokens = [answer[place] if place < len(answer) else None for answer in (plain, speculative)]
         return Difference(place=place, plain_token=tokens[0], speculative_token=tokens[1])
     text = [*prompt, *plain[:place]]
-    one_by_one, *others = _ways(target, text, together)
+    one_by_one, *others = _ways(target, text, num_rows)
     likely = one_by_one.topk(min(_NUM_LIKELY, one_by_one.shape[1])).indices
     changes = torch.stack([(way - one_by_one).gather(1, likely) for way in others])
-    left, right = one_by_one[-1, plain[place]], one_by_one[-1, speculative[place]]
+    left, right = one_by_one[-1, plain[place]].item(), one_by_one[-1, speculative[place]].item()
     return Difference(
         place=place,
         plain_token=plain[place],
         speculative_token=speculative[place],
-        gap=(left - right).abs().item(),
-        rounding=(changes.amax(-1) - changes.amin(-1)).max().item(),
+        gap=abs(left - right),
+        rounding=max((changes.amax(-1) - changes.amin(-1)).max().item(), _last_place(max(abs(left), abs(right)), target.dtype)),
     )
 
 
-def _ways(target: PreTrainedModel, text: Sequence[int], together: bool) -> list[Tensor]:
+def _last_place(value: float, dtype: torch.dtype) -> float:
+    """From a positive number to the next in this type."""
+    return math.ldexp(torch.finfo(dtype).eps, math.frexp(value)[1] - 1)
+
+
+def _ways(target: PreTrainedModel, text: Sequence[int], num_rows: int) -> list[Tensor]:
     """Logits [n, V] in float32 of what follows the last n tokens, one by one and in the other ways."""
-    passes = [(size, beside) for beside in (False, True)[: 1 + together] for size in (1, _FEW)]
+    passes = [(size, rows) for rows in sorted({1, num_rows}) for size in (1, _FEW)]
     return [*(_logits_in_passes(target, text, *way) for way in passes), _logits_at_once(target, text)]
 
 
-def _logits_in_passes(target: PreTrainedModel, text: Sequence[int], size: int, beside: bool) -> Tensor:
-    """With a cache, `size` tokens at a time; beside a longer row the text is padded."""
+def _logits_in_passes(target: PreTrainedModel, text: Sequence[int], size: int, num_rows: int) -> Tensor:
+    """With a cache, `size` tokens at a time; beside longer rows the text is padded."""
     first = _first(text)
-    heads, num_rows = [text[: first + 1], [*text[:1]] * (first + 1 + _FEW)], 1 + beside
+    heads = [text[: first + 1], *[[*text[:1]] * (first + 1 + _FEW)] * (num_rows - 1)]
     with TargetCache(target) as cache:
-        rows = [cache.prefill(heads[:num_rows])[0][:1]]
+        rows = [cache.prefill(heads)[0][:1]]
         for start in range(first + 1, len(text), size):
             tokens = text[start : start + size]
             rows.append(cache.extend([tokens] * num_rows)[0][0])

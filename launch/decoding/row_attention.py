@@ -39,5 +39,5 @@ class RowAttention:
         group = len(query) // num_key_heads
         asking = query.view(num_key_heads, group, num_rows, -1, depth).permute(2, 0, 1, 3, 4).flatten(2, 3)
         output = F.scaled_dot_product_attention(asking, *context, attn_mask=self.mask.repeat(1, 1, group, 1))
-        heads = output.view(num_rows, len(query), -1, depth)
+        heads = output.reshape(num_rows, len(query), -1, depth)  # on a GPU the kernel decides how the output lies
         return heads.transpose(1, 2).reshape(query.shape[1], -1)
