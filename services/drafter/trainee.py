@@ -60,9 +60,12 @@ def make_up_batch(num_documents: int, length: int, config: Config, device: torch
 
 
 def full_shape(config: Config) -> tuple[int, int]:
-    """Documents of the middle bucket in a full batch: how many, and how long."""
-    length = config.plan.bucket_lengths[len(config.plan.bucket_lengths) // 2]
-    return max(1, min(config.plan.max_tokens_per_batch // length, config.plan.max_samples_per_batch)), length
+    """Documents of the bucket that can fill a batch best, the middle one if it can: how many, and how long."""
+    plan, middle = config.plan, len(config.plan.bucket_lengths) // 2
+    outwards = sorted(range(len(plan.bucket_lengths)), key=lambda bucket: abs(bucket - middle))
+    lengths = [plan.bucket_lengths[bucket] for bucket in outwards]
+    shapes = [(min(plan.max_tokens_per_batch // length, plan.max_samples_per_batch), length) for length in lengths]
+    return max(shapes, key=math.prod)
 
 
 def _generator(device: torch.device) -> torch.Generator:

@@ -17,7 +17,7 @@ from services.drafter.evaluation import evaluate_batch
 from services.drafter.model import DraftModel
 from services.drafter.optimizer import MasterAdamW
 from services.drafter.step import num_sums
-from services.drafter.trainee import Trainee, make_up_batch
+from services.drafter.trainee import Trainee, full_shape, make_up_batch
 from services.drafter.warmup import halved_shapes, warm_up
 
 
@@ -37,6 +37,15 @@ def test_sizes_are_halved_down_to_a_block() -> None:
     shapes = halved_shapes(config_of(300, 16, [16, 32, 64]))
     assert shapes == [(9, 32), (4, 32), (2, 32), (1, 32), (1, 16), (1, 8), (1, 4)]
     assert halved_shapes(config_of(40, 16, [32])) == [(1, 32), (1, 16), (1, 8), (1, 4)]
+
+
+def test_the_first_batch_is_as_full_as_any_can_be() -> None:
+    assert full_shape(config_of(256, 16, [16, 32, 64])) == (8, 32)
+    assert full_shape(config_of(256, 16, [16, 48, 64])) == (16, 16)  # five of 48 leave 16 tokens free
+    plan = msgspec.structs.replace(
+        make_config().plan, max_tokens_per_batch=256, bucket_lengths=[16, 32, 64], max_samples_per_batch=2
+    )
+    assert full_shape(msgspec.structs.replace(make_config(), plan=plan)) == (2, 64)
 
 
 def test_no_bit_is_changed_and_a_stop_ends_it() -> None:
