@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 P = ParamSpec("P")
 Out = TypeVar("Out")
-# Tuned, a function that changes its arguments has them copied to the host first: 20 GiB for the optimizer of the 27B draft.
 _NUM_COMPILED = 64  # versions of a function: few or many rows, 1 or none, with gradients or without; torch gives up at 8
+# Tuned, a function that changes its arguments has them copied to the host first: 20 GiB for the optimizer of the 27B draft.
 _OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"triton.autotune_pointwise": False}
 
 
