@@ -34,13 +34,13 @@ class BlockDrafter:
 
     def hidden(self, anchor_tokens: Sequence[int]) -> Tensor:
         """The blocks [R, B, H] whose anchor tokens come right after the contexts, before the head."""
-        block_size, lengths = self._config.block_size, self._contexts.lengths
-        tokens = torch.tensor([*anchor_tokens, self._config.mask_token_id], device=self._device)
-        own = self._contexts.places([block_size] * len(anchor_tokens))
-        attends = {window: RowAttention(lengths, own, block_size, window) for window in set(self._draft.windows)}
+        config, lengths = self._config, self._contexts.lengths
+        tokens = torch.tensor([*anchor_tokens, config.mask_token_id], device=self._device)
+        own = self._contexts.places([config.block_size] * len(anchor_tokens))
+        attends = {window: RowAttention(lengths, own, config, window) for window in set(self._draft.windows)}
         attend_of_layers = [attends[window] for window in self._draft.windows]
         rows: Tensor = self._draft(self._embedding(tokens), own.columns, self._contexts.layers(), attend_of_layers)
-        return rows.view(len(anchor_tokens), block_size, -1)
+        return rows.view(len(anchor_tokens), config.block_size, -1)
 
     def logits(self, anchor_tokens: Sequence[int]) -> Tensor:
         """What may follow each anchor token: [R, B - 1, V]."""

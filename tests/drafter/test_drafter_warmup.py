@@ -13,7 +13,6 @@ from made_up_batches import BLOCK_SIZE, HIDDEN_SIZE, NUM_TAPS, VOCAB_SIZE, froze
 from common.config import Config
 from common.errors import ConfigError
 from services.drafter.budget import with_anchors
-from services.drafter.evaluation import evaluate_batch
 from services.drafter.model import DraftModel
 from services.drafter.optimizer import MasterAdamW
 from services.drafter.step import num_sums
@@ -95,22 +94,6 @@ def test_after_it_no_size_compiles_anything(tmp_path: Path, monkeypatch: pytest.
             trainee.rehearse_batch(make_up_batch(*shape, config, trainee.device), config)
             trainee.rehearse_step()
     assert set(tmp_path.rglob("*")) == kernels
-
-
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of itself
-def test_an_evaluation_is_compiled_in_every_size() -> None:
-    """Past a limit of versions torch runs the rest uncompiled: then it matters which size came first."""
-    torch.compiler.reset()
-    config = config_of(16384, 2048, [1024], dtype="bfloat16", head_dim=16, anchors_per_document=2048)
-    trainee = make_trainee(config, "cuda")
-    embedding, head = trainee.frozen
-    assert isinstance(head, torch.Tensor)
-    warm_up(trainee, config, lambda: None)
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        for shape in halved_shapes(config):
-            batch = make_up_batch(*shape, config, trainee.device)
-            evaluate_batch(trainee.model, embedding, head, batch, config)
 
 
 @pytest.fixture

@@ -124,11 +124,13 @@ def test_what_a_row_sees_depends_on_nobody(tmp_path: Path, window: int) -> None:
     contexts, block_size = Contexts(config.draft, 3, draft.fc.weight), config.draft.block_size
     lengths = np.array([17, 0, 60])
     contexts.lengths = lengths
-    mask = RowAttention(lengths, contexts.places([block_size] * 3), block_size, window).mask
-    assert mask.shape == (3, 1, block_size, 60 + block_size)
+    mask = RowAttention(lengths, contexts.places([block_size] * 3), config.draft, window).mask
+    group = config.draft.num_attention_heads // config.draft.num_key_value_heads
+    assert mask.shape == (3, 1, group * block_size, 60 + block_size)
     for row, length in enumerate(lengths.tolist()):
-        assert torch.equal(mask[row, 0, :, : length + block_size], attention_of_one(length, block_size, window).mask)
-        assert not mask[row, 0, :, length + block_size :].any()
+        for head in mask[row, 0].view(group, block_size, -1):
+            assert torch.equal(head[:, : length + block_size], attention_of_one(length, block_size, window).mask)
+            assert not head[:, length + block_size :].any()
 
 
 def test_memory_grows_with_rows_and_in_steps(tmp_path: Path) -> None:
