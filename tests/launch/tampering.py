@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 from common import config as configuration
 from common.checksum import checksum
@@ -13,10 +14,11 @@ from tests.launch.launched_runs import LaunchedRun, shared_memory
 
 
 def freeze(run: LaunchedRun, *names: str) -> list[int]:
-    """Stop actors where they stand; returns their pids."""
+    """Stop actors where they stand; returns their pids once no thread of them runs any more."""
     pids = [run.pid(name) for name in names]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
+    run.wait_until(lambda: all(_thread_states(pid) == {"T"} for pid in pids))
     return pids
 
 
@@ -27,14 +29,24 @@ def thaw(pids: list[int]) -> None:
 
 
 def ready_slots(run: LaunchedRun, at_least: int) -> list[tuple[int, ReadableSlot]]:
-    """The first filled slots of ring 0 in the order of their batches, as the drafters will read them."""
+    """The first filled slots of ring 0 in the order of their batches, as the frozen drafters will read them.
+
+    The exchange may still grant one of them to a drafter that asked before it was frozen.
+    """
     config = configuration.read(run.directory)
     num_slots = config.ring.num_slots
     table = SlotTable(open_memory(run, "exchange", "headrace-control"), num_slots)
-    run.wait_until(lambda: table.counts()[SlotState.READY] >= at_least)
+    slots: list[int] = []
+
+    def are_enough() -> bool:
+        records = {slot: table.read(slot) for slot in range(num_slots)}
+        ready = [slot for slot, record in records.items() if record.state == SlotState.READY]
+        slots[:] = sorted(ready, key=lambda slot: records[slot].batch)[:at_least]
+        return len(slots) == at_least
+
+    run.wait_until(are_enough)
     ring = RingReader(open_memory(run, "target-0", "headrace-ring-0"), SlotLayout.of(config), num_slots)
-    batches = {table.read(slot).batch: slot for slot in range(num_slots) if table.read(slot).state == SlotState.READY}
-    return [(batches[batch], ring.open(batches[batch])) for batch in sorted(batches)[:at_least]]
+    return [(slot, ring.open(slot)) for slot in slots]
 
 
 def poison(run: LaunchedRun, index: int, slot: ReadableSlot, value: float) -> None:
@@ -53,3 +65,15 @@ def write_header(run: LaunchedRun, index: int, header: SlotHeader) -> None:
 def open_memory(run: LaunchedRun, actor: str, name: str) -> int:
     """A descriptor of shared memory that an actor has open."""
     return os.open(shared_memory(run.pid(actor))[name], os.O_RDWR)
+
+
+def _thread_states(pid: int) -> set[str]:
+    """The states of its threads by the letters of proc(5): T where a signal stopped it; "" where it ended meanwhile."""
+    return {_thread_state(path) for path in Path(f"/proc/{pid}/task").glob("*/stat")}
+
+
+def _thread_state(stat: Path) -> str:
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""

@@ -21,6 +21,7 @@ from launch import control, control_messages
 from launch.alive_runs import find_alive_runs
 from launch.control_messages import Refused
 from tests.launch.launched_runs import ROOT, TWO_BY_TWO, LaunchedRun
+from tests.launch.tampering import freeze, thaw
 
 LONG = (*TWO_BY_TWO, "plan.epochs=1000", "supervision.max_restarts=0", "evaluation.every_steps=0")
 
@@ -86,15 +87,12 @@ def test_the_socket_is_the_owners_alone(long_run: LaunchedRun) -> None:
 
 def test_status_answers_while_actors_hang(long_run: LaunchedRun) -> None:
     names = ("exchange", "target-0", "drafter-0")
-    pids = [long_run.pid(name) for name in names]
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
+    frozen = freeze(long_run, *names)
     first, second = (
         {entry["name"]: entry["progress_age_s"] for entry in status(long_run)["actors"] if entry["name"] in names}
         for _ in range(2)
     )
-    for pid in pids:
-        os.kill(pid, signal.SIGCONT)
+    thaw(frozen)
     assert all(second[name] > first[name] for name in names)
 
 

@@ -66,7 +66,7 @@ def test_a_stopped_and_a_killed_run_go_on_where_they_were(reference: LaunchedRun
 
 def test_a_stop_does_not_wait_for_drafters_that_wait_for_each_other(run: LaunchedRun) -> None:
     run.start('drafters.devices=["cpu", "cpu"]', "supervision.stop_timeout_s=1000")
-    os.kill(run.pid("drafter-1"), signal.SIGSTOP)
+    freeze(run, "drafter-1")
     run.wait_until(lambda: "waiting for 2 ranks" in run.log("drafter-0"))
     run.signal(signal.SIGTERM)
     assert run.end() == 143
@@ -78,8 +78,7 @@ def test_a_hung_actor_is_killed_and_started_again(small_reference: LaunchedRun, 
     run.wait_for_step(4)
     os.kill(run.pid("drafter-0"), signal.SIGUSR1)
     run.wait_until(lambda: "most recent call first" in run.log("drafter-0"))  # what a hung actor is asked for
-    hung = run.pid("target-0")
-    os.kill(hung, signal.SIGSTOP)
+    freeze(run, "target-0")
     assert run.end() == 0, run.log_tails()
     assert "target-0 made no progress for 4 s: its stacks go to its log, then it is killed" in run.stderr
     assert "target-0 ended with signal SIGKILL" in run.stderr

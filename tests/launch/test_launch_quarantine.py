@@ -20,7 +20,7 @@ def read_quarantine(run: LaunchedRun) -> dict[str, dict[str, Any]]:
 
 
 def test_a_nan_and_an_inf_skip_their_steps_on_all_ranks(run: LaunchedRun) -> None:
-    run.start('drafters.devices=["cpu", "cpu"]', "plan.epochs=4")
+    run.start('drafters.devices=["cpu", "cpu"]', "plan.epochs=4", "ring.num_slots=6")
     run.wait_for_step(2)
     frozen = freeze(run, "drafter-0", "drafter-1")
     first, _, third = ready_slots(run, at_least=3)
