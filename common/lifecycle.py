@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from common import config as configuration
 from common import faults
@@ -160,7 +161,7 @@ class Actor:
         self.stopping = True
 
 
-def run_actor(role: str, main: Callable[[Actor], None], add_arguments: Callable[[argparse.ArgumentParser], None]) -> None:
+def run_actor(role: str, main: Callable[[Actor], None], add_arguments: Callable[[argparse.ArgumentParser], None]) -> NoReturn:
     """Run an actor to its end and leave the process with its exit code."""
     parser = argparse.ArgumentParser(prog=f"python -m services.{role}")
     parser.add_argument("--run-dir", type=Path, required=True)
@@ -174,7 +175,7 @@ def run_actor(role: str, main: Callable[[Actor], None], add_arguments: Callable[
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", stream=sys.stderr)
-    sys.exit(_live(role, args, main))
+    _leave(_live(role, args, main))
 
 
 def _live(role: str, args: argparse.Namespace, main: Callable[[Actor], None]) -> int:
@@ -200,6 +201,13 @@ def _live(role: str, args: argparse.Namespace, main: Callable[[Actor], None]) ->
         return EXIT_FAILED
     log.info("done")
     return EXIT_DONE
+
+
+def _leave(code: int) -> NoReturn:
+    """End as a kill would: where Python takes itself apart beside a thread that is inside torch, the process aborts."""
+    sys.stdout.flush()
+    logging.shutdown()
+    os._exit(code)
 
 
 def _die_with_parent(parent: int) -> None:

@@ -214,6 +214,25 @@ def test_an_exception_beside_ends_a_wait_for_the_exchange(stage: Stage) -> None:
     assert code == EXIT_FAILED and log.endswith("RuntimeError: the thread broke\n")
 
 
+def test_a_thread_that_is_inside_torch_does_not_change_how_the_process_ends(stage: Stage) -> None:
+    """Joined by nobody, as a collective whose peer died; it comes back to Python while the process ends."""
+    body = """
+    import torch
+    def compute():
+        matrix = torch.ones(64, 64)
+        while True:
+            matrix @ matrix
+            actor.notices.phase(Phase.READY)
+    actor.start_thread("beside", compute)
+    while actor.board.read(0).phase != Phase.READY:
+        time.sleep(0.01)
+    raise StoppedError
+"""
+    code, log = stage.run(body)
+    assert code == EXIT_STOPPED, log
+    assert log.endswith(" I stopped\n")
+
+
 def test_sigusr1_shows_all_stacks_and_the_life_goes_on(stage: Stage) -> None:
     body = """
     def beside():
