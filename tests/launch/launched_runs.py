@@ -141,7 +141,7 @@ class LaunchedRun:
 
 def shared_memory(pid: int) -> dict[str, Path]:
     """The shared memory that an actor has open: its name -> its place under /proc."""
-    links = ((link, str(link.readlink())) for link in Path(f"/proc/{pid}/fd").iterdir())
+    links = ((link, _target(link)) for link in Path(f"/proc/{pid}/fd").iterdir())
     return {target.split(":")[1].split(" ")[0]: link for link, target in links if target.startswith("/memfd:headrace-")}
 
 
@@ -160,6 +160,13 @@ def open_files() -> set[tuple[int, int]]:
         except OSError:
             continue  # it ended
     return found
+
+
+def _target(link: Path) -> str:
+    try:
+        return str(link.readlink())
+    except OSError:
+        return ""  # closed since it was listed
 
 
 def _all_pids() -> list[int]:
