@@ -18,6 +18,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 else:
+    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # as the actors run: read at the first allocation
     with warnings.catch_warnings(), suppress(ImportError):
         warnings.simplefilter("ignore")  # its own, as errors, would make transformers do without it
         import fla  # type: ignore[import-not-found]  # noqa: F401

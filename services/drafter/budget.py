@@ -26,7 +26,7 @@ from services.drafter.anchors import anchors_of_tiles
 from services.drafter.trainee import Trainee, full_shape, make_up_batch
 
 _PROBE_PART = 32  # of the tokens of a batch: the smaller of the two budgets that are timed
-_MEMORY_PART = 0.9  # of what the device can give
+_MEMORY_PART = 0.9  # of what the device can still give
 _NUM_TIMED = 2
 _POLL_S = 0.05
 log = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ def _max_anchors(trainee: Trainee, few: int, few_bytes: int, many_bytes: int) ->
     device = trainee.device
     if device.type != "cuda":
         return 1 << 31
-    room = allowed_bytes(device) * _MEMORY_PART - many_bytes
+    room = max(0, allowed_bytes(device) - many_bytes) * _MEMORY_PART
     return 2 * few + int(room / max(1, (many_bytes - few_bytes) / few))
 
 

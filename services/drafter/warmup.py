@@ -15,7 +15,7 @@ from common.config import Config
 from common.device_memory import describe_peak
 from common.errors import ConfigError
 from services.drafter.anchors import anchors_of_tiles
-from services.drafter.budget import all_taken, measure_cost
+from services.drafter.budget import measure_cost, with_anchors
 from services.drafter.trainee import Trainee, full_shape, make_up_batch
 
 log = logging.getLogger(__name__)
@@ -33,10 +33,8 @@ def warm_up(trainee: Trainee, config: Config, check: Callable[[], None]) -> None
         ConfigError: a full batch does not fit into the device's memory; the message says what would.
     """
     began, shapes = time.monotonic(), halved_shapes(config)
-    for shape in shapes:
-        check()
-        if not _fits(trainee, shape, config):
-            raise _refusal(trainee, config)
+    if not _fits(trainee, config, check):
+        raise _refusal(trainee, config, check)
     log.info("warmed up %d sizes of a batch in %.1f s%s", len(shapes), time.monotonic() - began, describe_peak(trainee.device))
 
 
@@ -50,10 +48,13 @@ def halved_shapes(config: Config) -> list[tuple[int, int]]:
     return shapes
 
 
-def _fits(trainee: Trainee, shape: tuple[int, int], config: Config) -> bool:
+def _fits(trainee: Trainee, config: Config, check: Callable[[], None]) -> bool:
+    """Run every size once, fullest first; return False where the memory does not suffice."""
     try:
-        trainee.rehearse_batch(make_up_batch(*shape, config, trainee.device), config)
-        trainee.rehearse_step()
+        for shape in halved_shapes(config):
+            check()
+            trainee.rehearse_batch(make_up_batch(*shape, config, trainee.device), config)
+            trainee.rehearse_step()
         if trainee.device.type == "cuda":
             torch.cuda.synchronize(trainee.device)
     except torch.OutOfMemoryError:
@@ -61,30 +62,38 @@ def _fits(trainee: Trainee, shape: tuple[int, int], config: Config) -> bool:
     return True
 
 
-def _refusal(trainee: Trainee, config: Config) -> ConfigError:
+def _refusal(trainee: Trainee, config: Config, check: Callable[[], None]) -> ConfigError:
     memory = f"for all that a step takes to fit into the memory of {trainee.device}"
-    anchors = _fitting_anchors(trainee, config)
+    anchors = _fitting_anchors(trainee, config, check)
     if anchors == 0:
         tokens = config.plan.max_tokens_per_batch
         return ConfigError(f"plan.max_tokens_per_batch: needed fewer tokens {memory}, whatever the anchors, found {tokens}")
     return ConfigError(f"train.anchors_per_batch: needed at most {anchors} {memory}, found {config.num_anchors}")
 
 
-def _fitting_anchors(trainee: Trainee, config: Config) -> int:
-    """The largest number that is found by what small ones take and then tried; 0 where none fits."""
+def _fitting_anchors(trainee: Trainee, config: Config, check: Callable[[], None]) -> int:
+    """Return the largest number of anchors whose whole warm-up passes, or 0 where none does.
+
+    The first candidate is extrapolated from what small budgets take. Each candidate starts from an empty cache, as it will
+    in a process of its own.
+    """
     step = anchors_of_tiles(config.draft.block_size)
     _make_room(trainee)
     try:
-        anchors = min(measure_cost(trainee, config).max_anchors, config.num_anchors - 1)
+        anchors = min(measure_cost(trainee, config).max_anchors, config.num_anchors - 1) // step * step
+        _make_room(trainee)
+        while anchors and not _fits(trainee, with_anchors(config, anchors), check):
+            _make_room(trainee)
+            anchors = int(anchors * 0.95) // step * step
     except torch.OutOfMemoryError:
         return 0
-    while (anchors := anchors // step * step) and not _fits(trainee, full_shape(config), all_taken(config, anchors)):
+    finally:
         _make_room(trainee)
-        anchors = int(anchors * 0.95)
     return anchors
 
 
 def _make_room(trainee: Trainee) -> None:
+    """Free what a failed try left behind."""
     trainee.optimizer.gradients.abandon()
     gc.collect()
     torch.cuda.empty_cache()

@@ -28,7 +28,7 @@ from services.target.staging import Staging
 NUM_STAGINGS = 2  # one is filled while the other is copied out
 _STEP_TOKENS = 256
 _RANGE_TOKENS = 512  # those kernels use ranges of 65,536 rows of a head, 1,365 tokens for 48 heads
-_RESERVE = 0.97  # of the memory; fragments and the driver take the rest
+_USED_PART = 0.97  # of the memory that is still free; fragments and the driver take the rest
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +88,7 @@ class WarmUp:
         longest, found = self._plan.bucket_lengths[-1], self._plan.max_tokens_per_batch
         memory = f"of the {allowed_bytes(self._device) / GIB:.1f} GiB that this process may have on {self._device}"
         tokens = self._fitting_tokens(check)
+        _free_cached_memory()
         if tokens < longest:
             return ConfigError(
                 f"plan.bucket_lengths: needed rows of at most {tokens} tokens, all {memory}, found {longest}; "
@@ -100,8 +101,8 @@ class WarmUp:
         small, large = (self._peak_bytes(tokens) for tokens in (_STEP_TOKENS, 2 * _STEP_TOKENS))
         if small is None or large is None:
             return 0
-        per_token = (large - small) / _STEP_TOKENS
-        room = allowed_bytes(self._device) * _RESERVE - small
+        per_token = max(1.0, (large - small) / _STEP_TOKENS)
+        room = max(0, allowed_bytes(self._device) - small) * _USED_PART
         tokens = _round_down(min(_STEP_TOKENS + room / per_token, self._plan.max_tokens_per_batch - 1))
         while tokens > 0 and self._peak_bytes(tokens) is None:
             check()
@@ -110,8 +111,7 @@ class WarmUp:
 
     def _peak_bytes(self, tokens: int) -> int | None:
         """What a batch takes at most, weights and staging included; None where it does not fit. Only B * S counts."""
-        gc.collect()
-        torch.cuda.empty_cache()
+        _free_cached_memory()
         torch.cuda.reset_peak_memory_stats(self._device)
         layout = msgspec.structs.replace(self._layout, capacity_tokens=tokens)
         fits = self._try(layout, [BatchShape(tokens // _STEP_TOKENS, _STEP_TOKENS)], lambda: None) is not None
@@ -142,6 +142,12 @@ def _make_rows(shape: BatchShape) -> TargetRows:
     """Rows without padding, the most that a batch of that shape can hold."""
     tokens = [np.zeros(shape.length, np.int32)] * shape.num_rows
     return make_rows(tokens, tokens, range(shape.num_rows), shape.length)
+
+
+def _free_cached_memory() -> None:
+    """Give back what a failed try left behind."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def _round_down(tokens: float) -> int:

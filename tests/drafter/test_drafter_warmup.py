@@ -117,11 +117,13 @@ def test_a_budget_that_does_not_fit_is_refused_with_one_that_does(whole_memory: 
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + needed / 2) / torch.cuda.mem_get_info()[1])
+    held = torch.cuda.memory_allocated()
     with pytest.raises(
         ConfigError, match=r"train.anchors_per_batch: needed at most \d+ for all .* of cuda.*, found 65536"
     ) as error:
         warm_up(trainee, config, lambda: None)
     print(needed, error.value)
+    assert torch.cuda.memory_allocated() == held
     match = re.search(r"at most (\d+)", str(error.value))
     assert match is not None
     fitting = int(match[1])

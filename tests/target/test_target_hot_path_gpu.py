@@ -200,8 +200,10 @@ def test_a_budget_that_does_not_fit_is_refused_with_the_one_that_does(folder: Pa
         return WarmUp(model, SlotLayout.of(config), config.plan, GPU).run(shapes, lambda: None)
 
     model = TargetModel.load(make_config(folder), GPU)
+    before = torch.cuda.memory_allocated()
     with pytest.raises(ConfigError, match=r"max_tokens_per_batch: needed at most (\d+), all of the .* found 262144") as error:
         warm_up(262144)
+    assert torch.cuda.memory_allocated() == before
     fitting = int(str(error.value).split("at most ")[1].split(",")[0])
     print(error.value)
     assert 2048 <= fitting < 262144
@@ -216,8 +218,27 @@ def test_rows_too_long_for_the_memory_are_refused_with_the_length_that_is_not(fo
     config = make_config(folder, max_tokens=262144)
     plan = msgspec.structs.replace(config.plan, bucket_lengths=[262144])
     model = TargetModel.load(config, GPU)
+    before = torch.cuda.memory_allocated()
     with pytest.raises(ConfigError, match=r"plan\.bucket_lengths: needed rows of at most \d+ tokens"):
         WarmUp(model, SlotLayout.of(config), plan, GPU).run([BatchShape(1, 262144)], lambda: None)
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_memory_that_others_hold_does_not_change_the_number_named(folder: Path) -> None:
+    """Hold 8 GiB, of which the reserve of three per cent is more than the memory that is left."""
+    model = TargetModel.load(make_config(folder), GPU)
+    held = torch.empty(8 * 2**30, dtype=torch.uint8, device=GPU)
+    total = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**28) / total)
+    try:
+        config = make_config(folder, max_tokens=262144)
+        with pytest.raises(ConfigError, match=r"max_tokens_per_batch: needed at most \d+, all of the") as error:
+            WarmUp(model, SlotLayout.of(config), config.plan, GPU).run([BatchShape(256, 1024)], lambda: None)
+        assert int(str(error.value).split("at most ")[1].split(",")[0]) >= 2048
+    finally:
+        del held
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.empty_cache()
 
 
 @pytest.mark.parametrize("compiled", ["false", "true"])
