@@ -8,6 +8,8 @@ from pathlib import Path
 
 import msgspec
 
+from common.sealed_record import is_intact
+
 
 class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
     """What rounds of greedy verification came to."""
@@ -56,6 +58,7 @@ def find_best(run_dir: Path) -> Evaluation | None:
 
 def _read(path: Path) -> Evaluation | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=_Record).evaluation
+        content = path.read_bytes()
+        return msgspec.json.decode(content, type=_Record).evaluation if is_intact(content) else None
     except (OSError, msgspec.DecodeError):
         return None

@@ -91,6 +91,24 @@ class ArrowFile:
         """The category of every row, "" where there is none, without touching the tokens."""
         return [category or "" for batch in self._batches for category in _categories(batch)]
 
+    def find_id_outside(self, vocab_size: int) -> tuple[int, int] | None:
+        """Return the row and the id of the first token that is not from 0 to `vocab_size` - 1, or None."""
+        first_row = 0
+        for batch in self._batches:
+            ids = batch.column("input_ids").flatten()
+            extremes = pc.min_max(ids).as_py()
+            if len(ids) and not 0 <= extremes["min"] <= extremes["max"] < vocab_size:
+                values = ids.to_numpy()
+                place = int(np.argmax((values < 0) | (values >= vocab_size)))
+                row = int(np.searchsorted(np.cumsum(_list_lengths(batch, "input_ids")), place, side="right"))
+                return first_row + row, int(values[place])
+            first_row += batch.num_rows
+        return None
+
+    def has_supervised_token(self) -> bool:
+        """Return whether any mask is set; stops at the first batch with one."""
+        return any(pc.any(batch.column("loss_mask").flatten().cast(pa.bool_())).as_py() for batch in self._batches)
+
     def read(self, row: int) -> Sample:
         """A copy of one row.
 

@@ -6,6 +6,7 @@ until it is answered. One thread owns the socket; any thread may ask.
 
 import itertools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +20,6 @@ from common.errors import ProtocolError
 from common.messages import Incarnation, Refused, Reply, ReplyBody, Request, RequestBody
 
 RESEND_S = 0.1
-_WAKE_ADDRESS = "inproc://wake"
 log = logging.getLogger(__name__)
 
 
@@ -44,8 +44,7 @@ class Channel:
         self._closing = threading.Event()
         self._failure: BaseException | None = None  # what ended the thread before close()
         self._context = zmq.Context()
-        self._wake = self._context.socket(zmq.PUSH)
-        self._wake.bind(_WAKE_ADDRESS)
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # a write never waits for the thread, even if it has ended
         self._wake_lock = threading.Lock()
         self._thread = threading.Thread(target=self._carry, args=(address,), name="channel", daemon=True)
         self._thread.start()
@@ -60,7 +59,7 @@ class Channel:
             if self._failure is not None:
                 raise self._failure
             self._new.put((request_id, pending))
-            self._wake.send(b"")
+            os.eventfd_write(self._wake, 1)
         return pending.answer
 
     def ask(self, body: RequestBody, keep_waiting: Callable[[], bool]) -> ReplyBody:
@@ -80,19 +79,17 @@ class Channel:
             if self._closing.is_set():
                 return
             self._closing.set()
-            if self._failure is None:
-                self._wake.send(b"")
+            os.eventfd_write(self._wake, 1)
         self._thread.join()
-        self._wake.close(linger=0)
+        os.close(self._wake)
         self._context.term()
 
     def _carry(self, address: str) -> None:
         pending: dict[int, _Pending] = {}
-        with self._context.socket(zmq.PULL) as wake, self._context.socket(zmq.DEALER) as socket:
+        with self._context.socket(zmq.DEALER) as socket:
             try:
-                wake.connect(_WAKE_ADDRESS)
                 _connect(socket, address)
-                self._converse(wake, socket, pending)
+                self._converse(socket, pending)
             except BaseException as error:
                 log.exception("the channel failed")
                 with self._wake_lock:
@@ -101,22 +98,18 @@ class Channel:
             if waiting.answer.set_running_or_notify_cancel():
                 waiting.answer.set_exception(self._failure or ChannelClosedError())
 
-    def _converse(self, wake: "zmq.Socket[bytes]", socket: "zmq.Socket[bytes]", pending: dict[int, _Pending]) -> None:
+    def _converse(self, socket: "zmq.Socket[bytes]", pending: dict[int, _Pending]) -> None:
         poller = zmq.Poller()
-        poller.register(wake, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
         poller.register(socket, zmq.POLLIN)
         while not self._closing.is_set():
             ready = dict(poller.poll(int(RESEND_S * 1000) if pending else None))
-            if wake in ready:
-                self._take_new(wake, pending)
+            if self._wake in ready:
+                os.eventfd_read(self._wake)  # before the queue is emptied, so that no request stays unseen
+                pending.update(_drain(self._new))
             if socket in ready:
                 _take_answers(socket, pending)
             _send_due(socket, pending)
-
-    def _take_new(self, wake: "zmq.Socket[bytes]", pending: dict[int, _Pending]) -> None:
-        while wake.poll(0):
-            wake.recv()
-        pending.update(_drain(self._new))
 
 
 def _connect(socket: "zmq.Socket[bytes]", address: str) -> None:

@@ -103,6 +103,21 @@ class Dataset:
             where = "" if str(self.folder) in str(error) else f"{self._name(file)}: sample {sample_id}: "
             raise DataError(f"{where}{error}") from error
 
+    def find_id_outside(self, vocab_size: int) -> tuple[int, int] | None:
+        """Return the sample and the id of the first token that the vocabulary lacks, or None. DataError as `read`."""
+        for file in range(len(self._ends)):
+            if (found := self._open_file(file).find_id_outside(vocab_size)) is not None:
+                sample = self.rows_of(file).start + found[0]
+                self.read(sample)  # a damaged one is called so
+                return sample, found[1]
+        return None
+
+    def has_supervised_token(self) -> bool:
+        """Return whether there is anything to learn; reads masks only where the manifest does not say. DataError as `read`."""
+        if self.manifest.num_supervised_tokens is not None:
+            return self.manifest.num_supervised_tokens > 0
+        return any(self._open_file(file).has_supervised_token() for file in range(len(self._ends)))
+
     def check_size(self, file: int) -> None:
         """DataError where a file is missing or of another size than the manifest says."""
         entry = self.manifest.files[file]

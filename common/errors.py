@@ -25,6 +25,10 @@ class CheckpointError(HeadraceError):
     """A checkpoint is missing, unreadable, or belongs to another run."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint is not as it was written; an older one may be."""
+
+
 class RunDirectoryBusyError(HeadraceError):
     """Another process holds the run directory."""
 

@@ -5,7 +5,8 @@ outside falls by chance. It is no setting: a run that a person starts has no suc
 
     {"target-0": [{"point": "target.before_slot_ready", "visit": 3, "action": "kill"}]}
 
-A fault happens once per run, at the given visit of the point within one life; `sleep` happens at every visit.
+A fault happens at the given visit of the point within one life; `sleep` happens at every visit. The others happen once per
+run and in the order of the list: the second waits for a life that began after the first.
 """
 
 import os
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+
+_ONCE = ("kill", "stop")
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -41,9 +44,10 @@ def load(run_dir: Path, name: str) -> None:
     path = run_dir / "faults.json"
     if not path.exists():
         return
-    faults = msgspec.json.decode(path.read_bytes(), type=dict[str, list[Fault]])
-    marks = [run_dir / f"fault-{name}-{place}.happened" for place in range(len(faults.get(name, [])))]
-    _planned.extend(_Planned(fault, mark) for fault, mark in zip(faults.get(name, []), marks, strict=True))
+    faults = msgspec.json.decode(path.read_bytes(), type=dict[str, list[Fault]]).get(name, [])
+    planned = [_Planned(fault, run_dir / f"fault-{name}-{index}.happened") for index, fault in enumerate(faults)]
+    _planned.extend(plan for plan in planned if plan.fault.action not in _ONCE)
+    _planned.extend([plan for plan in planned if plan.fault.action in _ONCE and not plan.mark.exists()][:1])
 
 
 def reach(point: str) -> None:
@@ -63,6 +67,6 @@ def _act(planned: _Planned) -> None:
     fault = planned.fault
     if fault.action == "sleep":
         time.sleep(fault.sleep_s)
-    elif fault.action in ("kill", "stop") and planned.num_visits == fault.visit and not planned.mark.exists():
+    elif fault.action in _ONCE and planned.num_visits == fault.visit and not planned.mark.exists():
         planned.mark.touch()
         os.kill(os.getpid(), signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)

@@ -18,6 +18,8 @@ from typing import Annotated, Literal
 import msgspec
 
 PROTOCOL_VERSION = 1
+MAX_REQUEST_BYTES = 1 << 20  # far above the longest, a Work whose target holds all slots; more ends the connection
+MAX_WAITING_REQUESTS = 64  # of one connection; the next ones stay with their sender
 BatchKind = Literal["train", "eval"]
 Word = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # fits the slot table
 

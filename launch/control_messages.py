@@ -12,6 +12,8 @@ from typing import Literal
 
 import msgspec
 
+MAX_REQUEST_BYTES = 1 << 16  # far above the longest; more ends the connection
+MAX_WAITING_REQUESTS = 64  # of one connection
 ActorState = Literal["starting", "warming up", "ready", "down", "done"]
 
 

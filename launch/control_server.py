@@ -28,6 +28,8 @@ class ControlServer:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 100)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, control_messages.MAX_REQUEST_BYTES)
+        self._socket.setsockopt(zmq.RCVHWM, control_messages.MAX_WAITING_REQUESTS)
         self._socket.bind(f"ipc://{self._path}")
         self._path.chmod(0o600)
 

@@ -27,6 +27,7 @@ from launch.fingerprints import describe_inputs, describe_rules, describe_tokeni
 from launch.inputs import Input, find_files, parse_input, read_chunks
 from launch.rules import Limits, Tally, format_report
 from launch.selection import Duplicates, Selection, share_out
+from launch.vocabulary import fingerprint_vocabulary
 
 _BYTES_PER_WORKER = 16 << 20  # a worker costs seconds to start
 
@@ -72,7 +73,8 @@ def prepare(preparation: Preparation, outs: dict[str, Path], key: dict[str, Any]
     Raises:
         DataError: an input is unreadable, or no row is left for training.
     """
-    sources = {split: {"made_by": "launch.prepare", "split": split, "model": str(model), "key": key} for split in outs}
+    source = {"made_by": "launch.prepare", "model": str(model), "vocabulary": fingerprint_vocabulary(model), "key": key}
+    sources = {split: source | {"split": split} for split in outs}
     with ExitStack() as stack:
         writers = {split: stack.enter_context(DatasetWriter(outs[split], sources[split], replace=True)) for split in outs}
         for sample in preparation.read():

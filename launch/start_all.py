@@ -23,11 +23,11 @@ from common.addresses import exchange_address, log_path, report_path
 from common.board import Board
 from common.config import Config
 from common.damage import DamagedRows, Ranges, find_damage, write_damaged_rows
-from common.dataset import Dataset
 from common.drafter_files import fingerprint_drafter
 from common.errors import ConfigError, HeadraceError, ModelError, RunDirectoryBusyError
 from common.slot_table import SlotTable
 from launch.control_server import ControlServer
+from launch.data_check import check_data
 from launch.live import LiveLine
 from launch.log_file import last_lines
 from launch.pace import Pace
@@ -85,7 +85,7 @@ def start(config: Config, run_dir: Path, command: str, dry_run: bool) -> int:
     run_dir = run_dir.absolute()
     config = _with_init(_with_paths(config, run_dir))
     if config.data.synthetic is None:
-        _check_data(config)
+        check_data(config)
     memory.check_available(topology.shared_bytes)
     print(f"{run_dir}\n{describe(topology)}", flush=True)
     if dry_run:
@@ -202,12 +202,6 @@ def _with_init(config: Config) -> Config:
 
 def _absolute(path: str) -> str:
     return str(Path(path).expanduser().absolute())
-
-
-def _check_data(config: Config) -> None:
-    """Open what was prepared, for its errors, before anything is written."""
-    for path in (config.data.path, *config.data.eval_sets.values()):
-        Dataset.open(Path(path), damaged=config.data.skip_damaged)
 
 
 def _find_damage(config: Config, run_dir: Path) -> None:

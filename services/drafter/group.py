@@ -20,8 +20,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,6 +40,7 @@ _NCCL_SETTINGS = {  # torch reads them when a process group is made, and takes t
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # by default it first waits a minute, and the abort waits for it
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
 }
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -132,6 +132,7 @@ class Group:
         options = dist.BroadcastOptions()
         options.rootRank = source
         for tensor in tensors:
+            faults.reach("drafter.mid_hand_over")
             if self._backend is not None:
                 self._launch(partial(self._backend.broadcast, [tensor], options))
                 self.finish()
@@ -167,49 +168,57 @@ class Group:
     def _form(self) -> None:
         meeting = self._actor.run_dir / "rendezvous"
         meeting.mkdir(exist_ok=True)
+        store = FileStore(str(meeting / f"group-{self._life}"), self._size)
+        store.set_timeout(timedelta(seconds=_FORMING_TIMEOUT_S))
         try:
-            self._backend = self._make_backend(meeting / f"group-{self._life}")
+            faults.reach("drafter.before_connecting")
             if self._device.type == "cuda":
-                self._connect()
+                self._backend, first = self._make_nccl(store), torch.zeros(1, device=self._device)
+                self._connect(lambda: self._backend.allreduce([first]).wait())  # nccl connects in its first collective
+            else:
+                self._backend = self._connect(lambda: self._make_gloo(store))
             self.add_up(torch.zeros(1, device=self._device))
         except (RuntimeError, GroupBrokenError) as error:
             log.warning("group life %d did not form: %s", self._life, error)
             self.leave()
 
-    def _connect(self) -> None:
-        """The first collective connects the ranks. It blocks for ever where one dies on the way: so not this thread."""
-        backend, first, connected = self._backend, torch.zeros(1, device=self._device), Future[None]()
+    def _connect(self, connect: Callable[[], T]) -> T:
+        """Run `connect` in a thread of its own: where a rank dies on the way it does not return for a long time.
 
-        def connect() -> None:
+        The thread is left behind when the life is over. It shares nothing with the next one, which meets in another file
+        and on other ports, and it gives up by itself after the forming timeout (gloo) or when `leave` aborts (nccl).
+        """
+        connected = Future[T]()
+
+        def run() -> None:
             try:
-                backend.allreduce([first]).wait()
-                connected.set_result(None)
-            except RuntimeError as error:
+                connected.set_result(connect())
+            except Exception as error:
                 connected.set_exception(error)
 
-        threading.Thread(target=connect, name="connect", daemon=True).start()
+        threading.Thread(target=run, name="connect", daemon=True).start()
         deadline = time.monotonic() + _FORMING_TIMEOUT_S
         while not connected.done():
             self.check()
             if time.monotonic() > deadline:
                 raise RuntimeError(f"not connected within {_FORMING_TIMEOUT_S} s")
             self._wait()
-        connected.result()
+        return connected.result()
 
-    def _make_backend(self, meeting: Path) -> Any:
-        """gloo over the loopback interface on the CPU, nccl on GPUs."""
-        store = FileStore(str(meeting), self._size)
-        store.set_timeout(timedelta(seconds=_FORMING_TIMEOUT_S))
-        timeout = timedelta(seconds=_COLLECTIVE_TIMEOUT_S)
-        if self._device.type == "cuda":
-            os.environ.update(_NCCL_SETTINGS)
-            nccl = dist.ProcessGroupNCCL.Options()
-            nccl._timeout = timeout
-            return dist.ProcessGroupNCCL(store, self._rank, self._size, nccl)
-        gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        gloo._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
-        gloo._timeout = timeout
-        return dist.ProcessGroupGloo(store, self._rank, self._size, gloo)
+    def _make_nccl(self, store: FileStore) -> Any:
+        os.environ.update(_NCCL_SETTINGS)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=_COLLECTIVE_TIMEOUT_S)
+        return dist.ProcessGroupNCCL(store, self._rank, self._size, options)
+
+    def _make_gloo(self, store: FileStore) -> Any:
+        """Connect with all ranks over the loopback interface."""
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
+        options._timeout = timedelta(seconds=_FORMING_TIMEOUT_S)
+        backend: Any = dist.ProcessGroupGloo(store, self._rank, self._size, options)
+        backend._set_default_timeout(timedelta(seconds=_COLLECTIVE_TIMEOUT_S))
+        return backend
 
     def _launch(self, start: Callable[[], dist.Work]) -> None:
         with _broken_group():

@@ -153,12 +153,12 @@ class MasterAdamW:
         """What `master_weights` gave, as the flat tensor of `state_dict`.
 
         Raises:
-            ValueError: a weight is missing.
+            ValueError: a weight is missing or of another shape.
         """
-        names = list(self.master_weights(model))
-        if missing := [name for name in names if name not in weights]:
-            raise ValueError(f"master weights: needed {', '.join(missing)}, found none of them")
-        return torch.cat([weights[name].flatten() for name in names])
+        own = self.master_weights(model)
+        for name, weight in own.items():
+            _check_shape(f"weight {name}", weight, weights.get(name))
+        return torch.cat([weights[name].flatten() for name in own])
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -168,9 +168,7 @@ class MasterAdamW:
             ValueError: an entry is missing, or not of this model's size.
         """
         for name, own in self.state_dict().items():
-            if name not in state or state[name].shape != own.shape:
-                found = tuple(state[name].shape) if name in state else "none"
-                raise ValueError(f"optimizer state {name}: needed shape {tuple(own.shape)}, found {found}")
+            _check_shape(f"optimizer state {name}", own, state.get(name))
             own.copy_(state[name])
         self.weights.copy_(self.master)
 
@@ -178,3 +176,9 @@ class MasterAdamW:
         """The flat tensor cut into the shapes of the parameters."""
         pieces = flat.split_with_sizes([parameter.numel() for parameter in self.parameters])
         return [piece.view_as(parameter) for piece, parameter in zip(pieces, self.parameters, strict=True)]
+
+
+def _check_shape(name: str, needed: Tensor, found: object) -> None:
+    shape = tuple(found.shape) if isinstance(found, Tensor) else "none"
+    if shape != tuple(needed.shape):
+        raise ValueError(f"{name}: needed shape {tuple(needed.shape)}, found {shape}")

@@ -45,7 +45,7 @@ def main(actor: Actor) -> None:
     log.info("draft model and optimizer made, the run joined: %.1f s in all", time.monotonic() - began)
     trainee = Trainee(model, (embedding, loss_head(head, config.train.head)), optimizer)
     config = settle_anchors(actor, trainee, welcome)
-    snapshots = Snapshots(actor.run_dir, config, welcome.plan_hash, actor.index)
+    snapshots = Snapshots(actor.run_dir, config, welcome, actor.index)
     if actor.index == 0:
         checkpoint.clean(actor.run_dir)
     fetcher = Fetcher(actor, rings, device, welcome.plan_hash)

@@ -6,7 +6,8 @@ from pathlib import Path
 from common.acceptance import Evaluation, find_best
 from common.config import Config
 from common.drafter_files import fingerprint_drafter
-from common.errors import CheckpointError
+from common.errors import CheckpointError, DamagedCheckpointError
+from common.messages import Welcome
 from services.drafter import checkpoint as checkpoints
 from services.drafter.checkpoint import Checkpoint
 from services.drafter.drafter_folder import read_fitting_drafter
@@ -20,30 +21,60 @@ log = logging.getLogger(__name__)
 class Snapshots:
     """The checkpoints and the export of one run; rank 0 writes, all read."""
 
-    def __init__(self, run_dir: Path, config: Config, plan_hash: bytes, rank: int) -> None:
+    def __init__(self, run_dir: Path, config: Config, welcome: Welcome, rank: int) -> None:
         self._run_dir = run_dir
         self._config = config
-        self._plan_hash = plan_hash.hex()
+        self._plan_hash = welcome.plan_hash.hex()
+        self._num_batches, self._num_steps = welcome.num_batches, welcome.num_steps
         self._identity = checkpoints.draft_identity(config)
         self._writes = rank == 0
         self.evaluation: Evaluation | None = None  # the latest, for checkpoint and export
 
     def resume(self, model: DraftModel, optimizer: MasterAdamW) -> int:
-        """Take over the newest checkpoint, else what `draft.init` names; returns the next batch of the sequence.
+        """Take over the newest whole checkpoint, else what `draft.init` names; returns the next batch of the sequence.
+
+        Every rank decides for itself and finds the same. Damaged checkpoints are named in the log and set aside.
 
         Raises:
-            CheckpointError: the checkpoint is damaged, or of another plan or draft model; or the drafter to begin from
-                is unreadable, does not fit, or is not the one that the run was started with.
+            CheckpointError: all checkpoints are damaged, or the newest whole one is of another plan or draft model; or
+                the drafter to begin from is unreadable, does not fit, or is not the one that the run was started with.
         """
-        folder = checkpoints.latest(self._run_dir)
-        if folder is None:
-            self._begin(model, optimizer)
-            return 0
+        damaged: dict[Path, DamagedCheckpointError] = {}
+        for folder in reversed(checkpoints.find_all(self._run_dir)):
+            try:
+                next_batch = self._take_over(folder, model, optimizer)
+            except DamagedCheckpointError as error:
+                log.error("%s; an older checkpoint is looked for", error)
+                damaged[folder] = error
+                continue
+            for other in damaged if self._writes else ():
+                checkpoints.set_aside(other)
+            return next_batch
+        if damaged:
+            newest = next(iter(damaged.values()))
+            raise CheckpointError(f"needed a checkpoint that is whole, found none of {len(damaged)}: {newest}")
+        self._begin(model, optimizer)
+        return 0
+
+    def _take_over(self, folder: Path, model: DraftModel, optimizer: MasterAdamW) -> int:
         checkpoint, weights, state = checkpoints.load(folder, self._identity, self._plan_hash)
-        optimizer.load_state_dict({**state, "master": optimizer.flatten(model, weights)})
+        self._check_cursor(folder, checkpoint)
+        try:
+            optimizer.load_state_dict({**state, "master": optimizer.flatten(model, weights)})
+        except ValueError as error:
+            raise DamagedCheckpointError(f"{folder}: {error}") from error
         self.evaluation = checkpoint.evaluation
         log.info("resumed from %s at batch %d", folder, checkpoint.next_batch)
         return checkpoint.next_batch
+
+    def _check_cursor(self, folder: Path, checkpoint: Checkpoint) -> None:
+        """A record without a checksum may say anything; one of the end of the sequence must be of the last step."""
+        batch, step, group = checkpoint.next_batch, checkpoint.step, self._config.plan.batches_per_step
+        if not 0 <= batch <= self._num_batches or batch % group:
+            needed = f"a multiple of {group} from 0 to {self._num_batches}"
+            raise DamagedCheckpointError(f"{folder}: next_batch: needed {needed}, found {batch}")
+        if not 0 <= step <= self._num_steps or (batch == self._num_batches and step != self._num_steps):
+            raise DamagedCheckpointError(f"{folder}: step: needed at most {self._num_steps}, found {step} at batch {batch}")
 
     def _begin(self, model: DraftModel, optimizer: MasterAdamW) -> None:
         """A warm start takes the weights as they are stored, in float32 masters, and no optimizer state."""

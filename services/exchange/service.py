@@ -35,6 +35,8 @@ class ExchangeService:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_REQUEST_BYTES)
+        self._socket.setsockopt(zmq.RCVHWM, messages.MAX_WAITING_REQUESTS)
         self._socket.bind(exchange_address(actor.run_dir))
 
     def run(self) -> None:

@@ -1,6 +1,7 @@
 """Asking over real sockets that die, double, refuse and talk nonsense."""
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -168,6 +169,25 @@ def test_close_ends_every_wait(address: str) -> None:
     with pytest.raises(ChannelClosedError):
         channel.request(Next(3))
     channel.close()
+
+
+def test_close_returns_where_its_thread_has_already_left(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    channel = Channel(address, SENDER)
+    channel.request(Next(0))  # while a request waits the thread looks around by itself
+
+    class SeenAtOnce(threading.Event):
+        """An event that is seen by the thread, which ends, before close() takes its next step."""
+
+        def set(self) -> None:
+            super().set()
+            channel._thread.join(WAIT_S)
+            time.sleep(0.2)  # until ZeroMQ has taken its sockets apart, too
+
+    monkeypatch.setattr(channel, "_closing", SeenAtOnce())
+    closing = threading.Thread(target=channel.close, daemon=True)
+    closing.start()
+    closing.join(WAIT_S)
+    assert not closing.is_alive()
 
 
 def test_a_thread_that_waits_is_told_of_the_close(exchange: Exchange, address: str) -> None:

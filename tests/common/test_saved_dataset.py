@@ -34,6 +34,24 @@ def test_every_row_is_read_as_it_is(tmp_path: Path, ids: pa.DataType, mask: pa.D
     assert (manifest.num_tokens, manifest.max_length, manifest.num_supervised_tokens) == (10, 4, None)
 
 
+@pytest.mark.parametrize("kind", [pa.list_(pa.int32()), pa.large_list(pa.int64()), pa.list_(pa.uint16()), pa.list_(pa.int8())])
+@pytest.mark.parametrize("row", range(5))
+def test_the_first_id_outside_a_vocabulary_is_found_in_its_row(tmp_path: Path, kind: pa.DataType, row: int) -> None:
+    ids = [[1, 2, 3], [4], [5, 6], [7, 0], [3, 1]]
+    ids[row][-1] = 64
+    save_set(tmp_path / "set", [(tokens, [0] * len(tokens)) for tokens in ids], kind)
+    dataset = Dataset.open(tmp_path / "set")
+    assert dataset.find_id_outside(64) == (row, 64)
+    assert dataset.find_id_outside(65) is None
+
+
+@pytest.mark.parametrize("mask", [pa.list_(pa.bool_()), pa.large_list(pa.int64()), pa.list_(pa.uint8())])
+@pytest.mark.parametrize("place", [None, 0, 2, 3])
+def test_one_supervised_token_is_enough(tmp_path: Path, mask: pa.DataType, place: int | None) -> None:
+    rows: list[Row] = [([1, 2], [0, int(row == place)]) for row in range(4)]
+    assert Dataset.open(save_set(tmp_path / "set", rows, mask=mask)).has_supervised_token() is (place is not None)
+
+
 def test_the_fingerprint_follows_the_librarys(tmp_path: Path) -> None:
     kinds = pa.list_(pa.int32()), pa.list_(pa.int8())
     names = [Dataset.open(save(tmp_path / name, *kinds, _fingerprint=name[0])).fingerprint for name in ("a1", "a2", "b")]

@@ -1,6 +1,9 @@
 """What a rank takes over from disk and leaves there, also where the disk refuses."""
 
+import json
 import logging
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -12,13 +15,14 @@ from safetensors.torch import save_file
 from common.config import Config
 from common.drafter_files import fingerprint_drafter
 from common.errors import CheckpointError
+from common.messages import Welcome
 from services.drafter.checkpoint import checkpoint_folder, read_checkpoint
 from services.drafter.export import export
 from services.drafter.model import DraftModel
 from services.drafter.optimizer import MasterAdamW
 from services.drafter.snapshots import Snapshots
 
-PLAN_HASH = b"p" * 16
+WELCOME = Welcome(b"p" * 16, num_batches=240, num_steps=40)
 
 
 def make_model(config: Config, fill: float) -> tuple[DraftModel, MasterAdamW]:
@@ -32,11 +36,11 @@ def make_model(config: Config, fill: float) -> tuple[DraftModel, MasterAdamW]:
 
 def test_a_rank_takes_over_what_rank_0_saved(tmp_path: Path) -> None:
     config = make_config()
-    saved = Snapshots(tmp_path, config, PLAN_HASH, rank=0)
+    saved = Snapshots(tmp_path, config, WELCOME, rank=0)
     saved.evaluation = make_evaluation(4, 1.5)
     saved.save(*make_model(config, 0.25), step=4, next_batch=24, required=True)
     model, optimizer = make_model(config, 0.5)
-    taken_over = Snapshots(tmp_path, config, PLAN_HASH, rank=1)
+    taken_over = Snapshots(tmp_path, config, WELCOME, rank=1)
     assert taken_over.resume(model, optimizer) == 24
     assert taken_over.evaluation == saved.evaluation
     assert bool((optimizer.master == 0.25).all())
@@ -44,7 +48,7 @@ def test_a_rank_takes_over_what_rank_0_saved(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_knows_the_acceptance_of_its_own_weights_only(tmp_path: Path) -> None:
-    snapshots = Snapshots(tmp_path, make_config(), PLAN_HASH, rank=0)
+    snapshots = Snapshots(tmp_path, make_config(), WELCOME, rank=0)
     snapshots.evaluation = make_evaluation(4, 1.5)
     for step in (4, 8):
         snapshots.save(*make_model(make_config(), 0.25), step=step, next_batch=6 * step, required=True)
@@ -53,7 +57,7 @@ def test_a_checkpoint_knows_the_acceptance_of_its_own_weights_only(tmp_path: Pat
 
 
 def test_what_is_worth_keeping_after_an_evaluation(tmp_path: Path) -> None:
-    snapshots = Snapshots(tmp_path, make_config(), PLAN_HASH, rank=0)
+    snapshots = Snapshots(tmp_path, make_config(), WELCOME, rank=0)
     assert not snapshots.is_worth_keeping()
     for step, acceptance, worth in [(0, 1.1, False), (3, 1.5, True), (6, 1.5, False), (9, 1.4, False), (12, 1.6, True)]:
         snapshots.evaluation = make_evaluation(step, acceptance)
@@ -70,20 +74,20 @@ def test_a_warm_start_takes_float32_weights_and_no_others(tmp_path: Path) -> Non
     save_file(weights, tmp_path / "drafter" / "model.safetensors")  # finer than an export's
     started = with_init(config, tmp_path / "drafter")
     model, optimizer = make_model(config, 0.5)
-    assert Snapshots(tmp_path, started, PLAN_HASH, rank=0).resume(model, optimizer) == 0
+    assert Snapshots(tmp_path, started, WELCOME, rank=0).resume(model, optimizer) == 0
     assert torch.equal(optimizer.master, optimizer.flatten(model, weights))
     assert torch.equal(model.fc.weight, weights["fc.weight"].bfloat16())
     assert not optimizer.exp_avg.any()
 
     other = msgspec.structs.replace(started, draft=msgspec.structs.replace(started.draft, init_fingerprint="0" * 64))
     with pytest.raises(CheckpointError, match=r"draft\.init: .* needed the contents 000000000000, found"):
-        Snapshots(tmp_path, other, PLAN_HASH, rank=0).resume(model, optimizer)
+        Snapshots(tmp_path, other, WELCOME, rank=0).resume(model, optimizer)
     other = with_init(make_config(sliding_window=9), tmp_path / "drafter")
     with pytest.raises(CheckpointError, match="sliding_window: needed 9, found 5"):
-        Snapshots(tmp_path, other, PLAN_HASH, rank=0).resume(model, optimizer)
+        Snapshots(tmp_path, other, WELCOME, rank=0).resume(model, optimizer)
 
-    Snapshots(tmp_path, started, PLAN_HASH, rank=0).save(*make_model(config, 0.25), step=4, next_batch=24, required=True)
-    assert Snapshots(tmp_path, started, PLAN_HASH, rank=0).resume(model, optimizer) == 24  # a checkpoint goes before
+    Snapshots(tmp_path, started, WELCOME, rank=0).save(*make_model(config, 0.25), step=4, next_batch=24, required=True)
+    assert Snapshots(tmp_path, started, WELCOME, rank=0).resume(model, optimizer) == 24  # a checkpoint goes before
     assert bool((optimizer.master == 0.25).all())
 
 
@@ -95,13 +99,13 @@ def with_init(config: Config, folder: Path) -> Config:
 def test_without_a_checkpoint_a_run_starts_at_its_first_batch(tmp_path: Path) -> None:
     config = make_config()
     model, optimizer = make_model(config, 0.5)
-    assert Snapshots(tmp_path, config, PLAN_HASH, rank=0).resume(model, optimizer) == 0
+    assert Snapshots(tmp_path, config, WELCOME, rank=0).resume(model, optimizer) == 0
     assert bool((optimizer.master == 0.5).all())
 
 
 def test_only_rank_0_writes(tmp_path: Path) -> None:
     config = make_config()
-    snapshots = Snapshots(tmp_path, config, PLAN_HASH, rank=1)
+    snapshots = Snapshots(tmp_path, config, WELCOME, rank=1)
     model, optimizer = make_model(config, 0.5)
     snapshots.save(model, optimizer, step=4, next_batch=24, required=True)
     snapshots.export(model, optimizer)
@@ -113,7 +117,7 @@ def test_a_disk_that_refuses_ends_the_run_only_where_the_checkpoint_is_needed(
 ) -> None:
     config = make_config()
     (tmp_path / "checkpoints").write_text("in the way")
-    snapshots = Snapshots(tmp_path, config, PLAN_HASH, rank=0)
+    snapshots = Snapshots(tmp_path, config, WELCOME, rank=0)
     model, optimizer = make_model(config, 0.5)
     with caplog.at_level(logging.ERROR):
         snapshots.save(model, optimizer, step=4, next_batch=24, required=False)
@@ -125,8 +129,107 @@ def test_a_disk_that_refuses_ends_the_run_only_where_the_checkpoint_is_needed(
 
 def test_a_checkpoint_of_another_plan_is_not_taken_over(tmp_path: Path) -> None:
     config = make_config()
-    Snapshots(tmp_path, config, PLAN_HASH, rank=0).save(*make_model(config, 0.25), step=4, next_batch=24, required=True)
+    Snapshots(tmp_path, config, WELCOME, rank=0).save(*make_model(config, 0.25), step=4, next_batch=24, required=True)
     model, optimizer = make_model(config, 0.5)
     with pytest.raises(CheckpointError, match="of another batch plan"):
-        Snapshots(tmp_path, config, b"q" * 16, rank=0).resume(model, optimizer)
+        Snapshots(tmp_path, config, Welcome(b"q" * 16, 240, 40), rank=0).resume(model, optimizer)
+    assert bool((optimizer.master == 0.5).all())
+
+
+PAIRS = msgspec.structs.replace(make_config(), plan=msgspec.structs.replace(make_config().plan, batches_per_step=2))
+CHECKSUMS = ("files", "sha256")
+
+
+class RunsACommand:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, (f"touch {self.mark}",)
+
+
+def write_record(folder: Path, **changes: int) -> None:
+    """As a checkpoint of before there were checksums."""
+    content = json.loads((folder / "checkpoint.json").read_text()) | changes
+    (folder / "checkpoint.json").write_text(
+        json.dumps({key: content[key] for key in content if key not in ("files", "sha256")})
+    )
+
+
+def save_two(run_dir: Path) -> list[Path]:
+    """Steps 4 and 8 with other weights each, without checksums."""
+    snapshots = Snapshots(run_dir, PAIRS, WELCOME, rank=0)
+    for step in (4, 8):
+        snapshots.save(*make_model(PAIRS, step / 16), step=step, next_batch=6 * step, required=True)
+    folders = [checkpoint_folder(run_dir, step) for step in (4, 8)]
+    for folder in folders:
+        write_record(folder)
+    return folders
+
+
+def spoil(folder: Path, how: str, mark: Path) -> None:
+    weights = torch.load(folder / "model.pt")
+    match how:
+        case "missing tensor":
+            del weights["fc.weight"]
+        case "another shape":
+            weights["fc.weight"] = weights["fc.weight"].T.contiguous()
+        case "no tensors":
+            weights = [1]
+        case "command":
+            weights = {"fc.weight": RunsACommand(mark)}
+        case "no file":
+            (folder / "optimizer.pt").unlink()
+        case _:
+            key, _, value = how.partition("=")
+            write_record(folder, **{key: int(value)})
+    torch.save(weights, folder / "model.pt")
+
+
+KINDS = {
+    "missing tensor": r"weight fc\.weight: needed shape \(.*\), found none",
+    "another shape": r"weight fc\.weight: needed shape \(.*\), found \(.*\)",
+    "no tensors": "needed tensors by name, found list",
+    "command": r"model\.pt: cannot be read: Weights only load failed",
+    "no file": r"optimizer\.pt: cannot be read: No such file or directory",
+    "next_batch=49": "next_batch: needed a multiple of 2 from 0 to 240, found 49",
+    "next_batch=-2": "next_batch: needed .*, found -2",
+    "next_batch=242": "next_batch: needed .*, found 242",
+    "next_batch=240": "step: needed at most 40, found 8 at batch 240",
+    "step=41": "step: needed at most 40, found 41",
+}
+
+
+@pytest.mark.parametrize("how", KINDS)
+def test_the_newest_whole_checkpoint_is_taken_and_the_damaged_one_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    older, newer = save_two(tmp_path)
+    spoil(newer, how, tmp_path / "ran")
+    model, optimizer = make_model(PAIRS, 0.5)
+    for rank in (1, 0):
+        assert Snapshots(tmp_path, PAIRS, WELCOME, rank=rank).resume(model, optimizer) == 24
+        assert bool((optimizer.master == 0.25).all())
+    assert str(newer) in caplog.text
+    assert sorted(path.name for path in older.parent.iterdir()) == [older.name, f"{newer.name}.damaged"]
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("how", KINDS)
+def test_without_a_whole_checkpoint_nothing_is_begun_and_nothing_moved(tmp_path: Path, how: str) -> None:
+    folders = save_two(tmp_path)
+    for folder in folders:
+        spoil(folder, how, tmp_path / "ran")
+    found = f"^needed a checkpoint that is whole, found none of 2: {folders[1]}.*{KINDS[how]}"
+    with pytest.raises(CheckpointError, match=found) as caught:
+        Snapshots(tmp_path, PAIRS, WELCOME, rank=0).resume(*make_model(PAIRS, 0.5))
+    assert "\n" not in str(caught.value)
+    assert sorted(folders[0].parent.iterdir()) == folders
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_checkpoint_of_before_there_were_checksums_is_taken_as_it_is(tmp_path: Path) -> None:
+    save_two(tmp_path)
+    model, optimizer = make_model(PAIRS, 0.75)
+    assert Snapshots(tmp_path, PAIRS, WELCOME, rank=0).resume(model, optimizer) == 48
     assert bool((optimizer.master == 0.5).all())

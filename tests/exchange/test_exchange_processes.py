@@ -15,8 +15,9 @@ from common.addresses import exchange_address
 from common.checksum import checksum
 from common.dataset import Dataset
 from common.lifecycle import EXIT_DONE, EXIT_HOPELESS
-from common.messages import Hello, Incarnation, Refused, Reply, Request, Welcome
+from common.messages import ActorDied, Done, Hello, Incarnation, Refused, Reply, Request, Welcome
 from services.exchange.plan import Plan
+from tests.common.huge_frames import BOUND_BYTES, peak_bytes, send_huge_frames
 from tests.exchange.process_run import ProcessRun, read_record
 
 NUM_KILLS = 14
@@ -112,3 +113,11 @@ def test_nothing_that_anybody_sends_ends_the_exchange(run: ProcessRun, frames: l
         assert replies[0].id == 5 and isinstance(replies[0].body, Refused) and refused in replies[0].body.reason
     assert run.exchange.poll() is None
     assert "Traceback" not in run.log.read_text()
+
+
+def test_huge_frames_are_not_taken_into_memory(run: ProcessRun) -> None:
+    before = peak_bytes(run.exchange.pid)
+    send_huge_frames(exchange_address(run.run_dir))
+    assert isinstance(run.channel.ask(ActorDied(1, 1), lambda: True), Done)
+    assert peak_bytes(run.exchange.pid) - before < BOUND_BYTES
+    assert run.exchange.poll() is None

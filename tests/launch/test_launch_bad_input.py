@@ -108,6 +108,37 @@ def test_going_on_under_other_settings(small_reference: LaunchedRun, run: Launch
     assert not (run.directory / "logs").exists()
 
 
+def _copy(reference: LaunchedRun, run: LaunchedRun) -> list[Path]:
+    """The data and the checkpoints of a run that is done, in another directory."""
+    for folder in ("data", "checkpoints"):
+        shutil.copytree(reference.directory / folder, run.directory / folder)
+    return sorted((run.directory / "checkpoints").iterdir())
+
+
+def _flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_newest_that_is_whole(small_reference: LaunchedRun, run: LaunchedRun) -> None:
+    folders = _copy(small_reference, run)
+    _flip_a_bit(folders[-1] / "model.pt")
+    assert run.start().end() == 0, run.log_tails()
+    assert run.weights() == small_reference.weights()
+    assert f"{folders[-1] / 'model.pt'}: needed SHA-256" in run.log("drafter-0")
+    assert folders[-1].with_name(f"{folders[-1].name}.damaged").is_dir()
+
+
+def test_without_a_whole_checkpoint_a_run_does_not_begin_anew(small_reference: LaunchedRun, run: LaunchedRun) -> None:
+    folders = _copy(small_reference, run)
+    for folder in folders:
+        _flip_a_bit(folder / "model.pt")
+    needed = f"needed a checkpoint that is whole, found none of {len(folders)}: {folders[-1] / 'model.pt'}: needed SHA-256"
+    refuse(run.start(), 2, f"error: drafter-0: {needed}")
+    assert run.num_lives("drafter-0") == 1
+
+
 def test_run_directory_in_use(run: LaunchedRun) -> None:
     run.directory.mkdir()
     with (run.directory / "lock").open("w") as lock:

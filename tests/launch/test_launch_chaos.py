@@ -11,7 +11,7 @@ import pytest
 from common.faults import Fault
 from common.metrics import read_metrics
 from launch.bench import chaos
-from launch.bench.faults import SCENARIOS
+from launch.bench.faults import OVERRIDES, SCENARIOS, THREE_DRAFTERS
 from launch.bench.rig.trial import Outcome, Trial
 
 ONE_TARGET = ["plan.epochs=8", 'targets.devices=["cpu"]']  # nobody else does its work while it is dead
@@ -30,7 +30,11 @@ def all_faults_of(*roles: str) -> dict[str, list[Fault]]:
     """The faults of all scenarios that strike these roles only, one after the other in one run."""
     merged: dict[str, list[Fault]] = {}
     for scenario in SCENARIOS:
-        if scenario.faults and all(name.partition("-")[0] in roles for name in scenario.faults):
+        if (
+            scenario.faults
+            and scenario.overrides == OVERRIDES
+            and all(name.partition("-")[0] in roles for name in scenario.faults)
+        ):
             for name, faults in scenario.faults.items():
                 early = [msgspec.structs.replace(fault, visit=min(fault.visit, 5)) for fault in faults]
                 merged.setdefault(name, []).extend(early)
@@ -49,6 +53,42 @@ def test_every_instant_of_death_changes_nothing(role: str, undisturbed: Outcome,
     assert outcome.equals(undisturbed)
     assert trial.inconsistent_steps() == []
     assert outcome.num_rejected == 0
+
+
+# One death after the other in one run, with steps between the pairs. A newcomer takes over six tensors.
+CONNECTING = {  # the newcomer, then a bystander, then the giver
+    "drafter-1": [Fault("drafter.before_step", 5), Fault("drafter.before_connecting"), *[Fault("drafter.before_step", 5)] * 2],
+    "drafter-2": [Fault("drafter.before_connecting", 4)],
+    "drafter-0": [Fault("drafter.before_connecting", 6)],
+}
+HANDING_OVER = {  # a bystander, then the giver (who was a newcomer before), then the newcomer
+    "drafter-1": [*(Fault("drafter.before_step", visit) for visit in (3, 8, 3)), Fault("drafter.mid_hand_over", 3)],
+    "drafter-2": [Fault("drafter.mid_hand_over", 3)],
+    "drafter-0": [Fault("drafter.before_step", 8), Fault("drafter.mid_hand_over", 9)],
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed_three(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    trial = Trial(tmp_path_factory.mktemp("trials") / "three", THREE_DRAFTERS)
+    return trial.outcome(trial.start().wait())
+
+
+@pytest.mark.parametrize("faults", [CONNECTING, HANDING_OVER], ids=["connecting", "handing over"])
+def test_a_death_while_the_group_forms_anew_holds_nobody(
+    faults: dict[str, list[Fault]], undisturbed_three: Outcome, tmp_path: Path
+) -> None:
+    """Nobody is killed for being silent, so a survivor that a dead peer holds would hold the run for ever."""
+    trial = Trial(tmp_path / "run", [*THREE_DRAFTERS, "supervision.stall_timeout_s=1000"], faults)
+    process = trial.start()
+    try:
+        outcome = trial.outcome(process.wait(timeout=120))
+    finally:
+        process.kill()
+    assert len(list(trial.run_dir.glob("fault-*.happened"))) == sum(map(len, faults.values()))
+    assert undisturbed_three.exit_code == outcome.exit_code == 0, (trial.run_dir / "output").read_text()
+    assert outcome.equals(undisturbed_three)
+    assert trial.inconsistent_steps() == []
 
 
 def test_random_kills_and_stops_change_nothing(capfd: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from common.addresses import control_path
 from launch import control, control_messages
 from launch.alive_runs import find_alive_runs
 from launch.control_messages import Refused
+from tests.common.huge_frames import BOUND_BYTES, peak_bytes, send_huge_frames
 from tests.launch.launched_runs import ROOT, TWO_BY_TWO, LaunchedRun
 from tests.launch.tampering import freeze, thaw
 
@@ -135,6 +136,15 @@ def test_messages_that_are_none_are_answered_and_change_nothing(long_run: Launch
         reply = control_messages.decode_reply(socket.recv())
     assert isinstance(reply, Refused) and "needed a message" in reply.reason
     assert status(long_run)["state"] == "running"
+
+
+def test_huge_frames_are_not_taken_into_memory(long_run: LaunchedRun) -> None:
+    assert long_run._process is not None
+    supervisor = long_run._process.pid
+    before = peak_bytes(supervisor)
+    send_huge_frames(f"ipc://{control_path(long_run.directory)}")
+    assert status(long_run)["state"] == "running"
+    assert peak_bytes(supervisor) - before < BOUND_BYTES
 
 
 def test_top_is_live(long_run: LaunchedRun) -> None:
