@@ -19,7 +19,6 @@ from services.drafter.loss import loss_head
 from services.drafter.model import DraftModel
 from services.drafter.optimizer import MasterAdamW
 from services.drafter.snapshots import Snapshots
-from services.drafter.step import num_sums
 from services.drafter.trainee import Trainee
 from services.drafter.trainer import Trainer
 from services.drafter.warmup import warm_up
@@ -41,7 +40,7 @@ def main(actor: Actor) -> None:
     log.info("the target's embedding and head loaded in %.1f s", time.monotonic() - began)
     model = DraftModel(config, device)
     welcome = actor.join()
-    optimizer = MasterAdamW(model, config.train, welcome.num_steps, num_sums(config.draft.block_size) + 1)
+    optimizer = MasterAdamW(model, config.train, welcome.num_steps, config.draft.block_size)
     log.info("draft model and optimizer made, the run joined: %.1f s in all", time.monotonic() - began)
     trainee = Trainee(model, (embedding, loss_head(head, config.train.head)), optimizer)
     config = settle_anchors(actor, trainee, welcome)

@@ -33,12 +33,11 @@ class Trainee(NamedTuple):
         """Forward and backward; `rehearse_step` must follow."""
         rows = batch.input_ids, batch.loss_mask, batch.cu_seqlens, batch.sample_ids
         sums = block_loss(self.model, *self.frozen, batch, choose_blocks(*rows, epoch, config), config)
-        gradients = self.optimizer.gradients
-        gradients.accumulate(torch.cat([sums, sums.new_zeros(len(gradients.sums) - len(sums))]))
+        self.optimizer.gradients.accumulate(sums)
 
     def rehearse_step(self) -> None:
         """The optimizer's step with a loss that is not a number, which changes nothing but empties the gradients."""
-        self.optimizer.gradients.sums[0] = math.nan
+        self.optimizer.gradients.sums.loss.fill_(math.nan)
         self.optimizer.step(0)
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import msgspec
 import torch
-import torch.nn.functional as F
 
 from common import faults
 from common.board import Phase
@@ -21,13 +20,13 @@ from services.drafter.evaluator import Evaluator
 from services.drafter.fetch import Fetched, Fetcher
 from services.drafter.flops import batch_flops
 from services.drafter.group import Group, GroupBrokenError
-from services.drafter.journal import Journal, StepCost, StepFigures
 from services.drafter.noise import add_noise
 from services.drafter.optimizer import learning_rate
 from services.drafter.profiler import StepProfiler
 from services.drafter.quarantine import BatchFacts, QuarantinedStep, collect_facts, quarantine
 from services.drafter.snapshots import Snapshots
 from services.drafter.step import PackedBatch, block_loss
+from services.drafter.step_metrics import MetricsReadback, StepCost, StepMetrics
 from services.drafter.trainee import Trainee
 
 _NOWHERE = -1
@@ -52,7 +51,9 @@ class Trainer:
         self._evaluator = evaluator
         self._snapshots = snapshots
         self._group = group
-        self._journal = Journal(self._embedding.device, len(trainee.optimizer.gradients.sums), config.accumulation)
+        self._metrics = MetricsReadback(
+            self._embedding.device, len(trainee.optimizer.gradients.sums.values), config.accumulation
+        )
         self._profiler = StepProfiler(actor.run_dir / "profile" / f"{actor.name}.json", config.train.profile_steps)
         self._evaluated_at = _NOWHERE  # the position right after the last evaluation
         self._position = _NOWHERE  # the first batch of the sequence that is not in the weights
@@ -78,7 +79,7 @@ class Trainer:
                 break
             except GroupBrokenError as error:
                 log.warning("the group broke at batch %d: %s", self._position, error)
-                self._report(self._journal.flush())
+                self._report(self._metrics.flush())
                 fetcher.stop()
                 self._group.leave()
                 self._optimizer.gradients.abandon()
@@ -140,7 +141,7 @@ class Trainer:
             if fetched.batch is not None
         ]
         watch.lap("forward_backward_s")
-        self._optimizer.gradients.sums[-1] = float(self._actor.stopping)
+        self._optimizer.gradients.sums.stop.fill_(float(self._actor.stopping))
         self._optimizer.gradients.reduce(self._group.begin)
         self._group.order()
         watch.lap("reduce_s")
@@ -152,7 +153,7 @@ class Trainer:
         self._profiler.after(step)
         self._position += self._config.plan.batches_per_step
         cost = StepCost(sum(num_tokens for _, num_tokens, _ in done), sum(flops for *_, flops in done))
-        self._report(self._journal.push(step, result, watch, cost, [facts for facts, *_ in done]))
+        self._report(self._metrics.push(step, result, watch, cost, [facts for facts, *_ in done]))
 
     def _accumulate(self, batch: PackedBatch, info: BatchInfo, *, is_last: bool) -> tuple[BatchFacts, int, float]:
         """Forward and backward of one batch; returns its facts, its tokens and its floating-point operations."""
@@ -161,7 +162,7 @@ class Trainer:
         noisy = add_noise(batch.hidden_states, batch.cu_seqlens, batch.sample_ids, info.epoch, self._config)
         noised = replace(batch, hidden_states=noisy)
         sums = block_loss(self._model, self._embedding, self._head, noised, blocks, self._config)
-        self._optimizer.gradients.accumulate(F.pad(sums, (0, 1)), self._group.begin if is_last else None)
+        self._optimizer.gradients.accumulate(sums, self._group.begin if is_last else None)
         num_tokens, flops = len(batch.input_ids), batch_flops(self._config, blocks, batch.cu_seqlens)
         self._actor.notices.add(num_batches=1, num_tokens=num_tokens)
         return collect_facts(info.batch, batch.sample_ids.tolist(), batch.hidden_states, sums), num_tokens, flops
@@ -209,47 +210,47 @@ class Trainer:
         return fetched
 
     def _save(self, step: int, *, required: bool) -> None:
-        self._report(self._journal.flush())
+        self._report(self._metrics.flush())
         self._snapshots.save(self._model, self._optimizer, step, self._position, required=required)
 
-    def _report(self, figures: StepFigures | None) -> None:
-        """Write the figures of a step and act on what all ranks read in them."""
-        if figures is None:
+    def _report(self, metrics: StepMetrics | None) -> None:
+        """Write the metrics of a step and act on them; all ranks read the same numbers."""
+        if metrics is None:
             return
         train, num_steps = self._config.train, self._optimizer.num_steps
-        num_blocks, step_s = figures.num_labels[0], sum(figures.laps_s.values())
-        self._stop_requested |= figures.stop_requested
-        self._actor.notices.show_step(figures.step, num_steps, figures.loss, figures.num_skipped)
+        num_blocks, step_s = metrics.num_labels[0], sum(metrics.laps_s.values())
+        self._stop_requested |= metrics.stop_requested
+        self._actor.notices.show_step(metrics.step, num_steps, metrics.loss, metrics.num_skipped)
         self._actor.metrics.write(
-            step=figures.step,
-            loss=figures.loss,
-            grad_norm=figures.grad_norm,
-            learning_rate=learning_rate(figures.step - 1, num_steps, train.learning_rate, train.warmup_ratio),
-            accuracy_per_slot=[c / n if n else 0.0 for c, n in zip(figures.num_correct, figures.num_labels, strict=True)],
-            block_acceptance=1.0 + figures.num_accepted / num_blocks if num_blocks else 0.0,
-            skipped=figures.skipped,
-            **figures.laps_s,
-            tokens_per_s=figures.cost.num_tokens / step_s,
-            tflops=figures.cost.flops / step_s * 1e-12,
+            step=metrics.step,
+            loss=metrics.loss,
+            grad_norm=metrics.grad_norm,
+            learning_rate=learning_rate(metrics.step - 1, num_steps, train.learning_rate, train.warmup_ratio),
+            accuracy_per_slot=[c / n if n else 0.0 for c, n in zip(metrics.num_correct, metrics.num_labels, strict=True)],
+            block_acceptance=1.0 + metrics.num_accepted / num_blocks if num_blocks else 0.0,
+            skipped=metrics.skipped,
+            **metrics.laps_s,
+            tokens_per_s=metrics.cost.num_tokens / step_s,
+            tflops=metrics.cost.flops / step_s * 1e-12,
             waiting_s=self._waited_s,
             time_s=time.time(),
         )
         self._waited_s = 0.0
-        self._num_skipped = self._num_skipped + 1 if figures.skipped else 0
-        if figures.skipped:
-            self._quarantine(figures)
+        self._num_skipped = self._num_skipped + 1 if metrics.skipped else 0
+        if metrics.skipped:
+            self._quarantine(metrics)
         if self._num_skipped > train.max_nonfinite_steps:
             raise TrainingDivergedError(
-                f"step {figures.step}: {self._num_skipped} steps in a row had a loss or gradient that is not finite "
+                f"step {metrics.step}: {self._num_skipped} steps in a row had a loss or gradient that is not finite "
                 f"(train.max_nonfinite_steps = {train.max_nonfinite_steps}); see {self._actor.run_dir / 'quarantine'}"
             )
 
-    def _quarantine(self, figures: StepFigures) -> None:
+    def _quarantine(self, metrics: StepMetrics) -> None:
         step = QuarantinedStep(
-            step=figures.step,
+            step=metrics.step,
             rank=self._actor.index,
-            loss=figures.loss,
-            grad_norm=figures.grad_norm,
-            batches=figures.batches,
+            loss=metrics.loss,
+            grad_norm=metrics.grad_norm,
+            batches=metrics.batches,
         )
         quarantine(self._actor.run_dir, step)

@@ -27,7 +27,7 @@ def make_model(config: Config, fill: float) -> tuple[DraftModel, MasterAdamW]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(fill)
-    return model, MasterAdamW(model, config.train, num_steps=10, num_sums=2)
+    return model, MasterAdamW(model, config.train, num_steps=10, block_size=1)
 
 
 def test_a_rank_takes_over_what_rank_0_saved(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from common.errors import ConfigError
 from services.drafter.budget import with_anchors
 from services.drafter.model import DraftModel
 from services.drafter.optimizer import MasterAdamW
-from services.drafter.step import num_sums
 from services.drafter.trainee import Trainee, full_shape, make_up_batch
 from services.drafter.warmup import halved_shapes, warm_up
 
@@ -29,7 +28,7 @@ def config_of(max_tokens: int, anchors: int, bucket_lengths: list[int], **option
 def make_trainee(config: Config, device: str = "cpu") -> Trainee:
     model = DraftModel(config, torch.device(device))
     embed, head = (weight.to(model.fc.weight.dtype) for weight in frozen_weights(device=device))
-    return Trainee(model, (embed, head), MasterAdamW(model, config.train, 10, num_sums(BLOCK_SIZE) + 1))
+    return Trainee(model, (embed, head), MasterAdamW(model, config.train, 10, BLOCK_SIZE))
 
 
 def test_sizes_are_halved_down_to_a_block() -> None:
@@ -57,7 +56,7 @@ def test_no_bit_is_changed_and_a_stop_ends_it() -> None:
     assert len(turns) == len(halved_shapes(config)) == 6
     after = {**optimizer.state_dict(), **model.state_dict()}
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    assert not optimizer.gradients.sums.any()
+    assert not optimizer.gradients.sums.values.any()
 
     def stop() -> None:
         raise InterruptedError
