@@ -16,16 +16,16 @@ from common.device_memory import describe_peak
 from common.errors import ConfigError
 from services.drafter.anchors import anchors_of_tiles
 from services.drafter.budget import all_taken, measure_cost
-from services.drafter.trainee import Trainee, full_shape, make_up_batch
+from services.drafter.training_state import TrainingState, full_shape, make_up_batch
 
 log = logging.getLogger(__name__)
 
 
-def warm_up(trainee: Trainee, config: Config, check: Callable[[], None]) -> None:
-    """Whole steps that change no bit of the trainee.
+def warm_up(state: TrainingState, config: Config, check: Callable[[], None]) -> None:
+    """Whole steps that change no bit of the state.
 
     Args:
-        trainee: with everything beside it that the device has to hold.
+        state: with everything beside it that the device has to hold.
         config: the number of anchors is settled.
         check: called before every step; ends the warm-up by raising.
 
@@ -35,9 +35,9 @@ def warm_up(trainee: Trainee, config: Config, check: Callable[[], None]) -> None
     began, shapes = time.monotonic(), halved_shapes(config)
     for shape in shapes:
         check()
-        if not _fits(trainee, shape, config):
-            raise _refusal(trainee, config)
-    log.info("warmed up %d sizes of a batch in %.1f s%s", len(shapes), time.monotonic() - began, describe_peak(trainee.device))
+        if not _fits(state, shape, config):
+            raise _refusal(state, config)
+    log.info("warmed up %d sizes of a batch in %.1f s%s", len(shapes), time.monotonic() - began, describe_peak(state.device))
 
 
 def halved_shapes(config: Config) -> list[tuple[int, int]]:
@@ -50,41 +50,41 @@ def halved_shapes(config: Config) -> list[tuple[int, int]]:
     return shapes
 
 
-def _fits(trainee: Trainee, shape: tuple[int, int], config: Config) -> bool:
+def _fits(state: TrainingState, shape: tuple[int, int], config: Config) -> bool:
     try:
-        trainee.rehearse_batch(make_up_batch(*shape, config, trainee.device), config)
-        trainee.rehearse_step()
-        if trainee.device.type == "cuda":
-            torch.cuda.synchronize(trainee.device)
+        state.rehearse_batch(make_up_batch(*shape, config, state.device), config)
+        state.rehearse_step()
+        if state.device.type == "cuda":
+            torch.cuda.synchronize(state.device)
     except torch.OutOfMemoryError:
         return False
     return True
 
 
-def _refusal(trainee: Trainee, config: Config) -> ConfigError:
-    memory = f"for all that a step takes to fit into the memory of {trainee.device}"
-    anchors = _fitting_anchors(trainee, config)
+def _refusal(state: TrainingState, config: Config) -> ConfigError:
+    memory = f"for all that a step takes to fit into the memory of {state.device}"
+    anchors = _fitting_anchors(state, config)
     if anchors == 0:
         tokens = config.plan.max_tokens_per_batch
         return ConfigError(f"plan.max_tokens_per_batch: needed fewer tokens {memory}, whatever the anchors, found {tokens}")
     return ConfigError(f"train.anchors_per_batch: needed at most {anchors} {memory}, found {config.num_anchors}")
 
 
-def _fitting_anchors(trainee: Trainee, config: Config) -> int:
+def _fitting_anchors(state: TrainingState, config: Config) -> int:
     """The largest number that is found by what small ones take and then tried; 0 where none fits."""
     step = anchors_of_tiles(config.draft.block_size)
-    _make_room(trainee)
+    _make_room(state)
     try:
-        anchors = min(measure_cost(trainee, config).max_anchors, config.num_anchors - 1)
+        anchors = min(measure_cost(state, config).max_anchors, config.num_anchors - 1)
     except torch.OutOfMemoryError:
         return 0
-    while (anchors := anchors // step * step) and not _fits(trainee, full_shape(config), all_taken(config, anchors)):
-        _make_room(trainee)
+    while (anchors := anchors // step * step) and not _fits(state, full_shape(config), all_taken(config, anchors)):
+        _make_room(state)
         anchors = int(anchors * 0.95)
     return anchors
 
 
-def _make_room(trainee: Trainee) -> None:
-    trainee.optimizer.gradients.abandon()
+def _make_room(state: TrainingState) -> None:
+    state.optimizer.gradients.abandon()
     gc.collect()
     torch.cuda.empty_cache()

@@ -23,5 +23,5 @@ def test_sums_of_a_batch_ask_nobody_to_stop() -> None:
         torch.ones(2) * 8,
     )
     sums = StepSums.of(loss, weight, accepted, correct, labels)
-    assert (sums.loss, sums.weight, sums.accepted, sums.stop) == (7.0, 2.0, 3.0, 0.0)
+    assert torch.stack([sums.loss, sums.weight, sums.accepted, sums.stop]).tolist() == [7.0, 2.0, 3.0, 0.0]
     assert (sums.correct.tolist(), sums.labels.tolist()) == ([1.0, 1.0], [8.0, 8.0])

@@ -1,4 +1,4 @@
-"""What a rank keeps of the run on disk: where it stands, and the drafter it ends with."""
+"""Resuming, saving and exporting a run: everything a rank reads from or writes to the run directory's drafter."""
 
 import logging
 from pathlib import Path
@@ -13,12 +13,13 @@ from services.drafter.drafter_folder import read_fitting_drafter
 from services.drafter.export import export
 from services.drafter.model import DraftModel
 from services.drafter.optimizer import MasterAdamW
+from services.drafter.run_state import RunState
 
 log = logging.getLogger(__name__)
 
 
-class Snapshots:
-    """The checkpoints and the export of one run; rank 0 writes, all read."""
+class Checkpointer:
+    """The checkpoints and the export of one run; rank 0 writes, all ranks read."""
 
     def __init__(self, run_dir: Path, config: Config, plan_hash: bytes, rank: int) -> None:
         self._run_dir = run_dir
@@ -26,10 +27,12 @@ class Snapshots:
         self._plan_hash = plan_hash.hex()
         self._identity = checkpoints.draft_identity(config)
         self._writes = rank == 0
-        self.evaluation: Evaluation | None = None  # the latest, for checkpoint and export
 
-    def resume(self, model: DraftModel, optimizer: MasterAdamW) -> int:
-        """Take over the newest checkpoint, else what `draft.init` names; returns the next batch of the sequence.
+    def resume(self, model: DraftModel, optimizer: MasterAdamW) -> tuple[int, Evaluation | None]:
+        """Load the newest checkpoint, or the drafter that `draft.init` names.
+
+        Returns:
+            The next batch of the sequence, and the evaluation of the loaded weights.
 
         Raises:
             CheckpointError: the checkpoint is damaged, or of another plan or draft model; or the drafter to begin from
@@ -38,15 +41,14 @@ class Snapshots:
         folder = checkpoints.latest(self._run_dir)
         if folder is None:
             self._begin(model, optimizer)
-            return 0
+            return 0, None
         checkpoint, weights, state = checkpoints.load(folder, self._identity, self._plan_hash)
         optimizer.load_state_dict({**state, "master": optimizer.flatten(model, weights)})
-        self.evaluation = checkpoint.evaluation
         log.info("resumed from %s at batch %d", folder, checkpoint.next_batch)
-        return checkpoint.next_batch
+        return checkpoint.next_batch, checkpoint.evaluation
 
     def _begin(self, model: DraftModel, optimizer: MasterAdamW) -> None:
-        """A warm start takes the weights as they are stored, in float32 masters, and no optimizer state."""
+        """Load the weights of `draft.init` as they are stored into the float32 masters; it has no optimizer state."""
         draft = self._config.draft
         if not draft.init:
             return
@@ -57,25 +59,28 @@ class Snapshots:
         optimizer.load_state_dict({**optimizer.state_dict(), "master": optimizer.flatten(model, drafter.weights())})
         log.info("begins from %s (%s layout)", draft.init, drafter.layout)
 
-    def is_worth_keeping(self) -> bool:
-        """Whether the weights that were just evaluated belong on disk: their checkpoint is there, or none is better.
+    def is_worth_keeping(self, evaluation: Evaluation) -> bool:
+        """Return True if the weights that were just evaluated belong on disk: they are there already, or are the best.
 
-        The weights that a run began with are not: who has them has them already.
+        The initial weights are not worth a checkpoint: they can be made again.
         """
-        evaluation, best = self.evaluation, find_best(self._run_dir)
-        if evaluation is None or checkpoints.checkpoint_folder(self._run_dir, evaluation.step).exists():
-            return evaluation is not None
+        if checkpoints.checkpoint_folder(self._run_dir, evaluation.step).exists():
+            return True
+        best = find_best(self._run_dir)
         return evaluation.step > 0 and (best is None or evaluation.acceptance > best.acceptance)
 
-    def save(self, model: DraftModel, optimizer: MasterAdamW, step: int, next_batch: int, *, required: bool) -> None:
-        """Write a checkpoint; a disk that refuses ends the run only where the checkpoint is `required`."""
+    def save(self, model: DraftModel, optimizer: MasterAdamW, run: RunState, step: int, *, required: bool) -> None:
+        """Write a checkpoint; a disk error ends the run only if the checkpoint is `required`."""
         if not self._writes:
             return
         state = optimizer.state_dict()
         del state["master"]
-        evaluation = self._measured(step)
         checkpoint = Checkpoint(
-            step=step, next_batch=next_batch, plan_hash=self._plan_hash, draft=self._identity, evaluation=evaluation
+            step=step,
+            next_batch=run.position,
+            plan_hash=self._plan_hash,
+            draft=self._identity,
+            evaluation=run.evaluation_of(step),
         )
         try:
             checkpoints.save(self._run_dir, checkpoint, optimizer.master_weights(model), state, self._config.checkpoint.keep)
@@ -84,13 +89,8 @@ class Snapshots:
                 raise
             log.error("%s; the run goes on without this checkpoint", error)
 
-    def export(self, model: DraftModel, optimizer: MasterAdamW) -> None:
+    def export(self, model: DraftModel, optimizer: MasterAdamW, run: RunState) -> None:
         """Write `<run>/export`."""
         if self._writes:
-            weights = optimizer.master_weights(model)
-            step = optimizer.num_steps
-            export(self._run_dir / "export", self._config, weights, step, self._measured(step))
-
-    def _measured(self, step: int) -> Evaluation | None:
-        """The latest evaluation where it is of these very weights."""
-        return self.evaluation if self.evaluation is not None and self.evaluation.step == step else None
+            weights, step = optimizer.master_weights(model), optimizer.num_steps
+            export(self._run_dir / "export", self._config, weights, step, run.evaluation_of(step))
