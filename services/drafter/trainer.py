@@ -114,7 +114,7 @@ class Trainer:
         self._optimizer.load_state_dict(optimizer)
         self._run.load_state_dict(run)
         self._keep_if_best()
-        log.info("rank %d sent its state: batch %d -> %d", source, before, self._run.position)
+        log.info("rank %d gave its state: batch %d -> %d", source, before, self._run.position)
 
     def _train(self, fetcher: Fetcher) -> None:
         while first := self._next(fetcher):
