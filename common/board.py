@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from common import memory
-from common.errors import ProtocolError
+from common.errors import SharedMemoryError
 
 _RECORD = np.dtype(
     [
@@ -83,7 +83,7 @@ class Board:
     def __init__(self, fd: int, num_actors: int) -> None:
         mapping = memory.attach(fd)
         if len(mapping) != board_bytes(num_actors):
-            raise ProtocolError(f"board memory: needed {board_bytes(num_actors)} bytes, found {len(mapping)}")
+            raise SharedMemoryError(f"board memory: needed {board_bytes(num_actors)} bytes, found {len(mapping)}")
         self._group = np.frombuffer(memoryview(mapping), "<i8", count=1)
         self._records = np.frombuffer(memoryview(mapping), _RECORD, count=num_actors, offset=_HEAD_BYTES)
 

@@ -18,7 +18,31 @@ class ModelError(HeadraceError):
 
 
 class ProtocolError(HeadraceError):
-    """A message or a slot header is not what both sides agreed on."""
+    """A message is not what both sides agreed on."""
+
+
+class SharedMemoryError(HeadraceError):
+    """Shared memory is not of the size or kind that the run needs."""
+
+
+class SlotError(HeadraceError):
+    """A slot cannot be used; its batch has to be produced again."""
+
+
+class SlotHeaderError(SlotError):
+    """The bytes of a slot are not a header."""
+
+
+class SlotSizeError(SlotError):
+    """A batch does not fit into a slot."""
+
+
+class SlotChecksumError(SlotError):
+    """The content of a slot is not the content that its header was written for."""
+
+
+class StaleLeaseError(SlotError):
+    """A slot holds another batch than the lease was granted for."""
 
 
 class CheckpointError(HeadraceError):

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from common.config import Config
-from common.errors import ProtocolError
+from common.errors import SlotHeaderError
 from common.memory import HUGE_PAGE_BYTES, PAGE_BYTES, round_up
 
 HEADER_BYTES = PAGE_BYTES
@@ -44,10 +44,10 @@ class SlotHeader(NamedTuple):
 
     @classmethod
     def unpack_from(cls, buffer: memoryview) -> "SlotHeader":
-        """Read the header of a slot; ProtocolError where the bytes are not a header."""
+        """Read the header of a slot; SlotHeaderError if the bytes are not a header."""
         magic, version, *fields = _HEADER.unpack_from(buffer, 0)
         if (magic, version) != (_MAGIC, _VERSION):
-            raise ProtocolError(f"slot header: needed {_MAGIC!r} version {_VERSION}, found {magic!r} version {version}")
+            raise SlotHeaderError(f"slot header: needed {_MAGIC!r} version {_VERSION}, found {magic!r} version {version}")
         return cls(*fields)
 
 

@@ -1,7 +1,9 @@
 """A target's ring of slots as tensors: a writer that cannot read, a reader that cannot announce.
 
-A slot owns the lifetime of its bytes, by the exchange's word; no Python reference does. The views
-handed out here are windows: who holds the right to the slot may use them, nobody else.
+The exchange decides how long the bytes of a slot are valid, not a Python reference. Only the holder of the lease may
+use the views that `open` returns.
+
+    WritableSlot --seal(header)--> SealedSlot --announcement()--> SlotReady
 
 T tokens, K taps, H hidden size, D documents.
 """
@@ -13,8 +15,9 @@ import torch
 from numpy.typing import NDArray
 
 from common import memory, pinned
-from common.errors import ProtocolError
+from common.errors import SharedMemoryError, SlotSizeError
 from common.layout import SlotHeader, SlotLayout
+from common.messages import SlotReady
 
 
 class Rows(NamedTuple):
@@ -35,8 +38,9 @@ class _Ring:
     def __init__(self, fd: int, layout: SlotLayout, num_slots: int) -> None:
         mapping = memory.attach(fd)
         if len(mapping) != layout.ring_bytes(num_slots):
-            raise ProtocolError(f"ring memory: needed {layout.ring_bytes(num_slots)} bytes, found {len(mapping)}")
+            raise SharedMemoryError(f"ring memory: needed {layout.ring_bytes(num_slots)} bytes, found {len(mapping)}")
         self.layout = layout
+        self._num_slots = num_slots
         self._bytes = memoryview(mapping)  # torch holds the memoryview, so the map outlives every tensor
         self._tensor = torch.frombuffer(self._bytes, dtype=torch.uint8)
         pinned.register(self._tensor)
@@ -44,7 +48,7 @@ class _Ring:
     def _check_size(self, num_tokens: int, num_samples: int) -> None:
         layout = self.layout
         if not (0 < num_tokens <= layout.capacity_tokens and 0 < num_samples <= layout.capacity_samples):
-            raise ProtocolError(
+            raise SlotSizeError(
                 f"slot: needed 1 to {layout.capacity_tokens} tokens and 1 to {layout.capacity_samples} samples, "
                 f"found {num_tokens} and {num_samples}"
             )
@@ -66,26 +70,40 @@ class _Ring:
         return Rows(**views)
 
 
+class SealedSlot(NamedTuple):
+    """A slot with its header written. Only a sealed slot can be announced."""
+
+    number: int  # of the slot in the run
+    generation: int
+
+    def announcement(self) -> SlotReady:
+        """Return the message that makes the slot readable."""
+        return SlotReady(self.number, self.generation)
+
+
 class WritableSlot(NamedTuple):
     """A slot while its target fills it."""
 
+    number: int
     header: memoryview
     hidden_states: torch.Tensor  # [T, K, H] or [K, T, H], see SlotLayout
     rows: Rows
 
-    def seal(self, header: SlotHeader) -> None:
-        """Write the header, the last thing before the slot is announced."""
+    def seal(self, header: SlotHeader) -> SealedSlot:
+        """Write the header, after everything else is in the slot."""
         header.pack_into(self.header)
+        return SealedSlot(self.number, header.generation)
 
 
 class RingWriter(_Ring):
     """A target's own ring."""
 
-    def open(self, index: int, num_tokens: int, num_samples: int) -> WritableSlot:
-        """The windows onto slot `index` for a batch of that size; ProtocolError where it is too large."""
+    def open(self, number: int, num_tokens: int, num_samples: int) -> WritableSlot:
+        """Return views of slot `number` of the run for a batch of that size; SlotSizeError if it is too large."""
         self._check_size(num_tokens, num_samples)
+        index = number % self._num_slots
         hidden = self._hidden(index, num_tokens)
-        return WritableSlot(self._header(index), hidden, self._rows(index, num_tokens, num_samples))
+        return WritableSlot(number, self._header(index), hidden, self._rows(index, num_tokens, num_samples))
 
 
 class ReadableSlot(NamedTuple):
@@ -100,7 +118,7 @@ class RingReader(_Ring):
     """A target's ring, seen by a drafter."""
 
     def open(self, index: int) -> ReadableSlot:
-        """The windows onto slot `index`; ProtocolError where its header is not one."""
+        """Return views of slot `index` of the ring; SlotHeaderError or SlotSizeError if its header is not valid."""
         header = SlotHeader.unpack_from(self._header(index))
         self._check_size(header.num_tokens, header.num_samples)
         hidden = self._hidden(index, header.num_tokens)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from common import memory
-from common.errors import ProtocolError
+from common.errors import SharedMemoryError
 
 _MAGIC = 0x4843_4152_4441_4548  # "HEADRACH"
 _RECORD = np.dtype(
@@ -66,7 +66,7 @@ class SlotTable:
         mapping = memory.attach(fd)
         needed = table_bytes(num_slots)
         if len(mapping) != needed:
-            raise ProtocolError(f"control memory: needed {needed} bytes for {num_slots} slots, found {len(mapping)}")
+            raise SharedMemoryError(f"control memory: needed {needed} bytes for {num_slots} slots, found {len(mapping)}")
         view = memoryview(mapping)
         self._magic = np.frombuffer(view, "<u8", count=1)
         self._records = np.frombuffer(view, _RECORD, count=num_slots, offset=memory.PAGE_BYTES)
@@ -77,7 +77,7 @@ class SlotTable:
     def claim(self) -> None:
         """Mark the memory as a slot table; fresh memory is all FREE, used memory stays as it is."""
         if int(self._magic[0]) not in (0, _MAGIC):
-            raise ProtocolError(f"control memory: needed a slot table, found magic {int(self._magic[0]):#x}")
+            raise SharedMemoryError(f"control memory: needed a slot table, found magic {int(self._magic[0]):#x}")
         self._magic[0] = _MAGIC
 
     def read(self, slot: int) -> SlotRecord:

@@ -39,10 +39,8 @@ def walk(run_dir: Path, config: Config, model: DraftModel, device: torch.device)
     evaluator = Evaluator(model.to(device), load_embedding_and_head(config, device), config)
     for batch in held_out_batches(run_dir, config, device):
         evaluator.add(batch)
-    evaluator.close(lambda values: values, step=0, stopping=False)
-    evaluation = evaluator.result()
-    assert evaluation is not None
-    return evaluation
+    rounds, _ = evaluator.close(lambda values: values, stopping=False)
+    return evaluator.summarise(rounds, step=0)
 
 
 def held_out_batches(run_dir: Path, config: Config, device: torch.device) -> Iterator[PackedBatch]:

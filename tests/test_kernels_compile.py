@@ -12,7 +12,7 @@ PACK = """
 from services.target.pack_kernel import _pack as kernel
 import triton.language as tl
 signatures = [
-    {"tap": f"*{tap}", "places": "*i32", "packed": f"*{packed}", "checksum": "*i64", "num_tokens": "i32"}
+    {"tap": f"*{tap}", "token_index": "*i32", "packed": f"*{packed}", "checksum": "*i64", "num_tokens": "i32"}
     | {"HIDDEN": 5120, "STRIDE": 5 * 5120, "INTEGER": integer, "TOKENS": 4, "BLOCK": 1024}
     for tap, packed, integer in [("bf16", "bf16", tl.int16), ("bf16", "fp32", tl.int32), ("fp32", "bf16", tl.int16)]
 ]
@@ -30,15 +30,17 @@ from services.drafter.attention_kernel import {name}_kernel as kernel
 from services.drafter.swept_attention import Tilings
 tiling = Tilings().{name}
 constants = dict(HEADS=32, GROUP=4, SPLITS=4, D=128, ROWS=tiling.rows, KEYS=tiling.keys)
-integers = {{"runs", "of_rows", "starts", "ends", "sweeps"}}
-numbers = {{"normaliser", "inner"}}
+integers = {{"runs", "sweeps", "starts", "ends"}}
+floats = {{"lse", "delta"}}
 
 def type_of(name):
-    if name in ("scale", "factor"):
+    if name == "strides":
+        return ("i32",) * (3 if "starts" in kernel.arg_names else 5)
+    if name.startswith("scale"):
         return "fp32"
-    if name.startswith("num_") or name.endswith("_stride"):
+    if name.startswith("num_"):
         return "i32"
-    return "*i32" if name in integers else "*fp32" if name in numbers else "*bf16"
+    return "*i32" if name in integers else "*fp32" if name in floats else "*bf16"
 
 signatures = [{{name: constants.get(name) or type_of(name) for name in kernel.arg_names}}]
 """
@@ -47,8 +49,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 for signature in signatures:
-    constants = {(place,): value for place, value in enumerate(signature.values()) if not isinstance(value, str)}
-    types = {name: value if isinstance(value, str) else "constexpr" for name, value in signature.items()}
+    is_type = lambda value: isinstance(value, (str, tuple))
+    constants = {(index,): value for index, value in enumerate(signature.values()) if not is_type(value)}
+    types = {name: value if is_type(value) else "constexpr" for name, value in signature.items()}
     source = ASTSource(kernel, types, constants)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
     assert ".target sm_90" in compiled.asm["ptx"] and compiled.asm["cubin"]
@@ -61,7 +64,7 @@ for signature in signatures:
     [
         (PACK, ["_pack"] * 3),
         (CROSS_ENTROPY, ["_cross_entropy"] * 2),
-        *((ATTENTION.format(name=name), [f"{name}_kernel"]) for name in ("output", "of_query", "of_keys")),
+        *((ATTENTION.format(name=name), [f"{name}_kernel"]) for name in ("forward", "dq", "dkdv")),
     ],
 )
 def test_kernels_compile(program: str, names: list[str], tmp_path: Path) -> None:

@@ -33,7 +33,8 @@ from services.drafter.fp8_head import Fp8Head
 from services.drafter.loss import loss_head
 from services.drafter.model import DraftModel
 from services.drafter.optimizer import MasterAdamW
-from services.drafter.step import PackedBatch, block_loss, num_sums
+from services.drafter.step import PackedBatch, block_loss
+from services.drafter.step_sums import StepSums
 
 DEVICE = torch.device("cuda")
 GIB = 2**30
@@ -80,14 +81,14 @@ class Step:
         """The anchors of the next visit."""
         return choose_blocks(batch.input_ids, batch.loss_mask, batch.cu_seqlens, batch.sample_ids, self.num_done, self.config)
 
-    def forward(self, batch: PackedBatch) -> torch.Tensor:
+    def forward(self, batch: PackedBatch) -> StepSums:
         """The sums of one batch."""
         self.num_done += 1
         return block_loss(self.model, *self.frozen, batch, self.blocks(batch), self.config)
 
     def forward_backward(self, batch: PackedBatch) -> None:
         """The gradients of one batch stand in the model, while there is no optimizer."""
-        torch.autograd.backward(self.forward(batch)[0])
+        torch.autograd.backward(self.forward(batch).loss)
 
     def clear(self) -> None:
         """Drop the gradients."""
@@ -147,8 +148,8 @@ def rounded_against_exact(step: Step, batch: PackedBatch) -> tuple[float, float]
     blocks, totals, gradients = step.blocks(batch), [], []
     for each in (head, head.weight):
         sums = block_loss(step.model, embedding, each, batch, blocks, step.config)
-        torch.autograd.backward(sums[0])
-        totals.append(float(sums[0].detach()))
+        torch.autograd.backward(sums.loss)
+        totals.append(float(sums.loss.detach()))
         gradients.append(step.take_gradients())
     return abs(totals[0] / totals[1] - 1.0), relative_difference(*gradients)
 
@@ -161,13 +162,13 @@ def packed_against_single(step: Step, num_tokens: int) -> tuple[float, float]:
     batch = make_batch(config, lengths)
     totals, gradients = [], []
     for parts in ([batch], [alone(batch, document) for document in range(len(lengths))]):
-        sums = torch.zeros(num_sums(step.config.draft.block_size), device=DEVICE)
+        sums = StepSums(torch.zeros(StepSums.size(step.config.draft.block_size), device=DEVICE))
         for part in parts:
             blocks = choose_blocks(part.input_ids, part.loss_mask, part.cu_seqlens, part.sample_ids, 0, config)
             result = block_loss(step.model, *step.frozen, part, blocks, config)
-            torch.autograd.backward(result[0])
-            sums += result.detach()
-        totals.append(float(sums[0] / sums[1]))
+            torch.autograd.backward(result.loss)
+            sums.values.add_(result.values.detach())
+        totals.append(float(sums.loss / sums.weight))
         gradients.append(step.take_gradients())
     return abs(totals[0] - totals[1]) / abs(totals[1]), relative_difference(*gradients)
 
@@ -250,7 +251,7 @@ def measure_whole(
     """Steps with the optimizer, beside the forward and backward pass that takes `alone_ms`."""
     config = step.config
     num_rows, flops = config.num_anchors * config.draft.block_size, batch_flops(config, step.blocks(batch), batch.cu_seqlens)
-    step.optimizer = MasterAdamW(step.model, config.train, 1000, num_sums(config.draft.block_size))
+    step.optimizer = MasterAdamW(step.model, config.train, 1000, config.draft.block_size)
     whole = partial(step.whole, batch, accumulation)
     whole()
     yield "host synchronisations in a whole step", str(count_synchronisations(whole))

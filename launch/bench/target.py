@@ -81,7 +81,7 @@ class Half:
         self.flops = ForwardFlops(self.model.decoder)
         health = Health(self.actor.metrics, self.flops, self.device)
         writer = RingWriter(stage.fds.rings[0], layout, num_slots)
-        self.publisher = Publisher(self.actor, writer, num_slots, stagings, health, self.device, welcome.plan_hash)
+        self.publisher = Publisher(self.actor, writer, stagings, health, self.device, welcome.plan_hash)
 
     def publish(self, begin: Callable[[], None]) -> None:
         """One batch, as the service does it."""

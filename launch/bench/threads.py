@@ -35,7 +35,7 @@ from services.drafter.anchors import choose_blocks
 from services.drafter.frozen import load_embedding_and_head
 from services.drafter.model import DraftModel
 from services.drafter.optimizer import MasterAdamW
-from services.drafter.step import PackedBatch, block_loss, num_sums
+from services.drafter.step import PackedBatch, block_loss
 from services.drafter.upload import upload
 from services.exchange.data import read_run_data
 from services.target.model import TargetModel
@@ -128,7 +128,7 @@ class Pipeline:
     def _consume(self, device: torch.device) -> None:
         config = self._config
         frozen, model = load_embedding_and_head(config, device), DraftModel(config, device)
-        optimizer = MasterAdamW(model, config.train, self._plan.num_steps, num_sums(config.draft.block_size))
+        optimizer = MasterAdamW(model, config.train, self._plan.num_steps, config.draft.block_size)
         earlier: Flight | None = None
         for batch in range(self._plan.num_batches):
             item = self._retry(partial(self._queue.get, timeout=WAIT_S))

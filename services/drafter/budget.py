@@ -23,7 +23,7 @@ from common.device_memory import allowed_bytes
 from common.lifecycle import Actor
 from common.messages import BatchShape, Welcome
 from services.drafter.anchors import anchors_of_tiles
-from services.drafter.trainee import Trainee, full_shape, make_up_batch
+from services.drafter.training_state import TrainingState, full_shape, make_up_batch
 
 _PROBE_PART = 32  # of the tokens of a batch: the smaller of the two budgets that are timed
 _MEMORY_PART = 0.9  # of what the device can still give
@@ -32,12 +32,12 @@ _POLL_S = 0.05
 log = logging.getLogger(__name__)
 
 
-def settle_anchors(actor: Actor, trainee: Trainee, welcome: Welcome) -> Config:
+def settle_anchors(actor: Actor, state: TrainingState, welcome: Welcome) -> Config:
     """The configuration with a number in the place of "auto".
 
     Args:
         actor: this drafter.
-        trainee: before its first step, and so it stays.
+        state: before its first step, and so it stays.
         welcome: what the plan says of the run's batches.
 
     Raises:
@@ -48,7 +48,7 @@ def settle_anchors(actor: Actor, trainee: Trainee, welcome: Welcome) -> Config:
         return config
     budget = read_budget(config, actor.run_dir)
     if budget is None:
-        cost = measure_cost(trainee, config)
+        cost = measure_cost(state, config)
         actor.notices.show_cost(cost.seconds, cost.seconds_per_anchor, cost.max_anchors)
         log.info("a batch takes %.4f s and %.3g s for each anchor", cost.seconds, cost.seconds_per_anchor)
         budget = _choose(actor, welcome) if actor.index == 0 else None
@@ -99,34 +99,34 @@ def mean_anchors(budget: int, shapes: Sequence[BatchShape], config: Config) -> f
     return sum(min(budget, limit) * count for limit, count in limits) / max(1, num_batches)
 
 
-def measure_cost(trainee: Trainee, config: Config) -> BatchCost:
-    """Time whole steps at two budgets; none changes a bit of the trainee."""
+def measure_cost(state: TrainingState, config: Config) -> BatchCost:
+    """Time whole steps at two budgets; none changes a bit of the state."""
     step = anchors_of_tiles(config.draft.block_size)
     few = math.ceil(max(config.plan.max_tokens_per_batch / _PROBE_PART, 1) / step) * step
-    (seconds, few_bytes), (more_seconds, many_bytes) = (_time_step(trainee, all_taken(config, n)) for n in (few, 2 * few))
+    (seconds, few_bytes), (more_seconds, many_bytes) = (_time_step(state, all_taken(config, n)) for n in (few, 2 * few))
     per_anchor = max((more_seconds - seconds) / few, 1e-9)
-    return BatchCost(max(seconds - per_anchor * few, 0.0), per_anchor, _max_anchors(trainee, few, few_bytes, many_bytes))
+    return BatchCost(max(seconds - per_anchor * few, 0.0), per_anchor, _max_anchors(state, few, few_bytes, many_bytes))
 
 
-def _time_step(trainee: Trainee, config: Config) -> tuple[float, int]:
+def _time_step(state: TrainingState, config: Config) -> tuple[float, int]:
     """Seconds of a batch with its share of the optimizer's step, and the memory it takes at its peak."""
-    batch, device, taken_s = make_up_batch(*full_shape(config), config, trainee.device), trainee.device, []
+    batch, device, taken_s = make_up_batch(*full_shape(config), config, state.device), state.device, []
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     for turn in range(1 + _NUM_TIMED):  # the first compiles
         marks = [_now(device)]
-        trainee.rehearse_batch(batch, config, epoch=turn)
+        state.rehearse_batch(batch, config, epoch=turn)
         marks.append(_now(device))
-        trainee.rehearse_step()
+        state.rehearse_step()
         marks.append(_now(device))
         taken_s.append(marks[1] - marks[0] + (marks[2] - marks[1]) / config.accumulation)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     return min(taken_s[1:]), peak
 
 
-def _max_anchors(trainee: Trainee, few: int, few_bytes: int, many_bytes: int) -> int:
+def _max_anchors(state: TrainingState, few: int, few_bytes: int, many_bytes: int) -> int:
     """By what the peaks at `few` and twice as many anchors say of more; a CPU has no limit."""
-    device = trainee.device
+    device = state.device
     if device.type != "cuda":
         return 1 << 31
     room = max(0, allowed_bytes(device) - many_bytes) * _MEMORY_PART

@@ -1,45 +1,50 @@
-"""Cross entropy of rows of logits in two passes over them, as a Triton kernel; imported on a GPU only.
+"""Triton kernel for the cross entropy of rows of logits, in two passes over them; imported on a GPU only.
 
 Shapes: R rows, V vocabulary.
+
+    logits [R, V]    labels int64 [R]    losses float32 [R]    predictions int64 [R]
+
+    pass 1   each lane keeps the maximum of its columns, its index and the sum of exponentials; the lanes are merged: lse
+    pass 2   the logits are overwritten by their gradient, exp(logit - lse), less 1 at the label
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK, _NUM_WARPS = 2048, 8  # the fastest of nine on an H200: 3.2 TB/s
+_BLOCK, _NUM_WARPS = 2048, 8  # the fastest of the block sizes tried on an H200; limited by memory bandwidth
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _cross_entropy(logits, labels, losses, predictions, num_columns, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """One row: every lane keeps the largest logit of its columns, where it was, and the sum of exponentials below it."""
+    """Compute loss and prediction of one row, and its gradient in place if GRADIENT."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * num_columns
     label = tl.load(labels + row)
-    of_label = tl.load(logits + label).to(tl.float32)
+    label_logit = tl.load(logits + label).to(tl.float32)
     lanes = tl.arange(0, BLOCK)
-    largest = tl.full([BLOCK], -1e30, tl.float32)
-    place = tl.zeros([BLOCK], tl.int32)
+    maximum = tl.full([BLOCK], -1e30, tl.float32)
+    argmax = tl.zeros([BLOCK], tl.int32)
     total = tl.zeros([BLOCK], tl.float32)
     for first in range(0, num_columns, BLOCK):
         column = first + lanes
         logit = tl.load(logits + column, mask=column < num_columns, other=float("-inf")).to(tl.float32)
-        larger = tl.maximum(largest, logit)
-        total = total * tl.exp(largest - larger) + tl.exp(logit - larger)
-        place = tl.where(logit > largest, column, place)
-        largest = larger
-    overall = tl.max(largest)
-    log_normaliser = overall + tl.log(tl.sum(total * tl.exp(largest - overall)))
-    tl.store(losses + row, log_normaliser - of_label)
-    tl.store(predictions + row, tl.min(tl.where(largest == overall, place, num_columns)).to(tl.int64))
+        new_maximum = tl.maximum(maximum, logit)
+        total = total * tl.exp(maximum - new_maximum) + tl.exp(logit - new_maximum)
+        argmax = tl.where(logit > maximum, column, argmax)
+        maximum = new_maximum
+    row_maximum = tl.max(maximum)
+    lse = row_maximum + tl.log(tl.sum(total * tl.exp(maximum - row_maximum)))
+    tl.store(losses + row, lse - label_logit)
+    tl.store(predictions + row, tl.min(tl.where(maximum == row_maximum, argmax, num_columns)).to(tl.int64))
     if GRADIENT:
         for first in range(0, num_columns, BLOCK):
             column = first + lanes
-            inside = column < num_columns
-            logit = tl.load(logits + column, mask=inside, other=float("-inf")).to(tl.float32)
-            probability = tl.exp(logit - log_normaliser)
-            error = tl.where(column == label, probability - 1.0, probability)
-            tl.store(logits + column, error.to(logits.dtype.element_ty), mask=inside)
+            valid = column < num_columns
+            logit = tl.load(logits + column, mask=valid, other=float("-inf")).to(tl.float32)
+            p = tl.exp(logit - lse)
+            dlogit = tl.where(column == label, p - 1.0, p)
+            tl.store(logits + column, dlogit.to(logits.dtype.element_ty), mask=valid)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, losses: Tensor, predictions: Tensor, *, with_gradient: bool) -> None:
@@ -50,7 +55,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, losses: Tensor, predictions: T
         labels: int64 [R].
         losses: float32 [R].
         predictions: int64 [R], the first column with the largest logit.
-        with_gradient: whether a gradient is needed.
+        with_gradient: overwrite the logits by their gradient.
     """
     assert logits.is_contiguous() and losses.is_contiguous() and predictions.is_contiguous()
     num_rows, num_columns = logits.shape

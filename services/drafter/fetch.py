@@ -13,7 +13,7 @@ import itertools
 import logging
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, Queue
@@ -26,7 +26,7 @@ from common import faults
 from common.channel import ChannelClosedError
 from common.checksum import checksum
 from common.copy_stream import CopyStream, Mark, mark_computation
-from common.errors import ProtocolError
+from common.errors import ProtocolError, SlotChecksumError, SlotError, StaleLeaseError
 from common.hidden_buffer import HiddenBuffer
 from common.layout import SlotHeader
 from common.lifecycle import Actor
@@ -166,13 +166,17 @@ class Fetcher:
         return self._actor.channel.ask(body, lambda: not self._stopping)
 
     def _copy(self, grant: Grant, buffer: _Buffer) -> _Copied | None:
-        """Copy a slot out and check it; None where what arrived is not what was granted."""
-        ring, index = divmod(grant.slot, self._slots_per_ring)
+        """Copy a slot out and check it; None if it does not hold the batch that was granted, as it was written."""
         try:
-            slot = self._rings[ring].open(index)
-        except ProtocolError as error:
-            self._reject(grant, str(error))
+            return self._copy_checked(grant, buffer)
+        except SlotError as error:
+            log.warning("slot %d, batch %d: %s; it is produced again", grant.slot, grant.info.batch, error)
+            self._actor.metrics.write(rejected_batch=grant.info.batch, reason=str(error))
             return None
+
+    def _copy_checked(self, grant: Grant, buffer: _Buffer) -> _Copied:
+        ring, index = divmod(grant.slot, self._slots_per_ring)
+        slot = self._rings[ring].open(index)
         target = buffer.hidden.as_in_slot(slot.header.num_tokens)
         with self._copies.after(buffer.free):
             target.copy_(slot.hidden_states, non_blocking=True)
@@ -182,22 +186,24 @@ class Fetcher:
         faults.reach("drafter.mid_fetch")
         rows = Rows(*(np.array(array, np.int64) for array in slot.rows))
         copied.wait()
-        wrong = self._find_fault(grant, slot.header, int(buffer.hidden.checksum), rows.checksum())
-        if wrong:
-            self._reject(grant, wrong)
-            return None
+        self._check_lease(grant, slot.header)
+        _check_content(slot.header, int(buffer.hidden.checksum), rows.checksum())
         return _Copied(buffer.hidden, rows)
 
-    def _reject(self, grant: Grant, reason: str) -> None:
-        log.warning("slot %d, batch %d: %s; it is produced again", grant.slot, grant.info.batch, reason)
-        self._actor.metrics.write(rejected_batch=grant.info.batch, reason=reason)
+    def _check_lease(self, grant: Grant, header: SlotHeader) -> None:
+        needed, found = (self._plan_hash, grant.generation, grant.info.batch), header[:3]
+        differences = _differences(["plan hash", "generation", "batch"], needed, found)
+        if differences:
+            raise StaleLeaseError(differences)
 
-    def _find_fault(self, grant: Grant, header: SlotHeader, hidden_checksum: int, rows_checksum: int) -> str:
-        pairs = [
-            ("plan hash", self._plan_hash, header.plan_hash),
-            ("generation", grant.generation, header.generation),
-            ("batch", grant.info.batch, header.batch),
-            ("hidden states checksum", header.hidden_checksum, hidden_checksum),
-            ("rows checksum", header.rows_checksum, rows_checksum),
-        ]
-        return "; ".join(f"{what}: needed {needed!r}, found {found!r}" for what, needed, found in pairs if needed != found)
+
+def _check_content(header: SlotHeader, hidden_checksum: int, rows_checksum: int) -> None:
+    needed, found = (header.hidden_checksum, header.rows_checksum), (hidden_checksum, rows_checksum)
+    differences = _differences(["hidden states checksum", "rows checksum"], needed, found)
+    if differences:
+        raise SlotChecksumError(differences)
+
+
+def _differences(names: Sequence[str], needed: Sequence[object], found: Sequence[object]) -> str:
+    triples = zip(names, needed, found, strict=True)
+    return "; ".join(f"{name}: needed {ours!r}, found {theirs!r}" for name, ours, theirs in triples if ours != theirs)

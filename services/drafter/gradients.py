@@ -1,6 +1,6 @@
 """The gradients of a step: added up over batches, and over the ranks while the backward pass still runs.
 
-Shapes: P parameter elements in all, M sums that travel with the gradients.
+Shapes: P parameter elements in all.
 """
 
 from collections.abc import Callable
@@ -9,6 +9,8 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+
+from services.drafter.step_sums import StepSums
 
 _BUCKET_ELEMENTS = 1 << 25  # 128 MiB: far above the size from which an all-reduce runs at full speed
 _ALIGNMENT = 64  # elements: kernels are faster where they begin at a round address
@@ -27,7 +29,7 @@ class Gradients:
         sizes = [parameter.numel() for parameter in parameters]
         first = -(-num_sums // _ALIGNMENT) * _ALIGNMENT
         buffer = torch.zeros(first + sum(sizes), device=parameters[0].device)
-        self.sums, self.flat = buffer[:num_sums], buffer[first:]
+        self.sums, self.flat = StepSums(buffer[:num_sums]), buffer[first:]
         pieces = self.flat.split_with_sizes(sizes)
         self._views = [piece.view_as(parameter) for piece, parameter in zip(pieces, parameters, strict=True)]
         self._parameters = parameters
@@ -38,16 +40,16 @@ class Gradients:
         for place, parameter in enumerate(parameters):
             parameter.register_post_accumulate_grad_hook(partial(self._take, place))  # type: ignore[no-untyped-call]
 
-    def accumulate(self, sums: Tensor, begin: Begin | None = None) -> None:
-        """Backward pass of `sums[0]`, and addition of the sums [M].
+    def accumulate(self, sums: StepSums, begin: Begin | None = None) -> None:
+        """Run the backward pass of `sums.loss`, and add up the sums.
 
         Args:
             sums: of one batch, with their graph.
             begin: given with the last batch of this rank's step: the sums over the ranks begin on the way.
         """
-        self.sums.add_(sums.detach())
+        self.sums.values.add_(sums.values.detach())
         self._begin, self._num_taken = begin, 0
-        torch.autograd.backward(sums[0])
+        torch.autograd.backward(sums.loss)
         assert self._num_taken == len(self._parameters), "a backward pass reaches every parameter"
         self._is_empty, self._begin = False, None
 
@@ -61,7 +63,7 @@ class Gradients:
 
     def abandon(self) -> None:
         """Empty the buffer for the next step, whether this one was made or not."""
-        self.sums.zero_()
+        self.sums.values.zero_()
         self._is_empty = True  # the gradients of the last step may still stand in the buffer
         self._begin, self._num_begun = None, 0
         self._num_missing = [self._bucket_of.count(bucket) for bucket in range(len(self._buckets))]

@@ -1,6 +1,6 @@
 """AdamW on float32 master weights, data parallel, deciding on the device whether a step counts.
 
-Shapes: P parameter elements in all, M sums that travel with the gradients.
+Shapes: P parameter elements in all.
 """
 
 import math
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from common.config import TrainConfig
 from services.drafter.fused import fused
 from services.drafter.gradients import Gradients
+from services.drafter.step_sums import StepSums
 
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
 
@@ -37,10 +38,10 @@ def learning_rate(step: int, num_steps: int, peak: float, warmup_ratio: float) -
 class StepResult:
     """What one optimizer step leaves on the device; reading it on the host is the caller's choice of moment."""
 
-    loss: Tensor  # sums[0] / sums[1] over all ranks and batches of the step
+    loss: Tensor  # sums.loss / sums.weight over all ranks and batches of the step
     grad_norm: Tensor  # before clipping
     found_inf: Tensor  # 1.0 when the step was left out, else 0.0
-    sums: Tensor  # float32 [M], over all ranks and batches of the step
+    sums: StepSums  # over all ranks and batches of the step
     num_counted: Tensor  # steps of the run that changed the weights, this one included
 
 
@@ -82,20 +83,19 @@ def adamw(
 
 
 class MasterAdamW:
-    """Gradients and sums of a step stand in `gradients`; the model's parameters become views of one flat tensor.
+    """Optimizer of one model, whose parameters become views of one flat tensor.
 
-    sums[0] is the summed loss and sums[1] the summed weight that divides gradients and loss. A step is
-    `gradients.accumulate` for each batch, then once `gradients.reduce` and, when the sums are whole, `step`.
+    A step is `gradients.accumulate` for each batch, then once `gradients.reduce` and, when the sums are complete, `step`.
     """
 
-    def __init__(self, model: nn.Module, train: TrainConfig, num_steps: int, num_sums: int) -> None:
+    def __init__(self, model: nn.Module, train: TrainConfig, num_steps: int, block_size: int) -> None:
         self.train, self.num_steps = train, num_steps
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.weights = torch.cat([parameter.detach().flatten() for parameter in self.parameters])
         for parameter, view in zip(self.parameters, self._views(self.weights), strict=True):
             parameter.data = view
         self.master = self.weights.float()
-        self.gradients = Gradients(self.parameters, num_sums)
+        self.gradients = Gradients(self.parameters, StepSums.size(block_size))
         self.num_counted = torch.zeros((), device=self.master.device)
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.master), torch.zeros_like(self.master)
 
@@ -110,11 +110,11 @@ class MasterAdamW:
             step: optimizer step from 0; decides the learning rate only.
         """
         sums, gradient = self.gradients.sums, self.gradients.flat
-        divisor = torch.where(sums[1] == 0, 1.0, sums[1])
-        loss, grad_norm = sums[0] / divisor, torch.linalg.vector_norm(gradient) / divisor
+        divisor = torch.where(sums.weight == 0, 1.0, sums.weight)
+        loss, grad_norm = sums.loss / divisor, torch.linalg.vector_norm(gradient) / divisor
         found_inf = (~(loss.isfinite() & grad_norm.isfinite())).float()
         num_counted = self.num_counted + (1.0 - found_inf)
-        result = StepResult(loss, grad_norm, found_inf, sums.clone(), num_counted)
+        result = StepResult(loss, grad_norm, found_inf, StepSums(sums.values.clone()), num_counted)
 
         scale = (self.train.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0) / divisor
         rate = learning_rate(step, self.num_steps, self.train.learning_rate, self.train.warmup_ratio)

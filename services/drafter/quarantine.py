@@ -14,6 +14,7 @@ from torch import Tensor
 
 from common.json_file import write_json
 from services.drafter.fused import fused
+from services.drafter.step_sums import StepSums
 
 NUM_FACTS = 4
 log = logging.getLogger(__name__)
@@ -59,13 +60,13 @@ class QuarantinedStep(msgspec.Struct, kw_only=True):
     batches: list[QuarantinedBatch]
 
 
-def collect_facts(batch: int, sample_ids: list[int], hidden_states: Tensor, sums: Tensor) -> BatchFacts:
-    """The facts of one batch: hidden states of any shape, and the sums that `step.block_loss` gave. Waits for nothing."""
-    return BatchFacts(batch, sample_ids, torch.cat([_look(hidden_states), sums[:2].detach()]))
+def collect_facts(batch: int, sample_ids: list[int], hidden_states: Tensor, sums: StepSums) -> BatchFacts:
+    """Collect the facts of one batch without waiting for the device; hidden states may have any shape."""
+    return BatchFacts(batch, sample_ids, torch.cat([_inspect(hidden_states), torch.stack([sums.loss, sums.weight]).detach()]))
 
 
 @fused
-def _look(hidden_states: Tensor) -> Tensor:
+def _inspect(hidden_states: Tensor) -> Tensor:
     """float32 [2]: how many values are not finite, and the largest magnitude of the others."""
     magnitude = hidden_states.float().abs()
     finite = magnitude.isfinite()

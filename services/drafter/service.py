@@ -18,10 +18,10 @@ from services.drafter.group import Group
 from services.drafter.loss import loss_head
 from services.drafter.model import DraftModel
 from services.drafter.optimizer import MasterAdamW
-from services.drafter.snapshots import Snapshots
-from services.drafter.step import num_sums
-from services.drafter.trainee import Trainee
+from services.drafter.resume import Checkpointer
+from services.drafter.run_state import RunState
 from services.drafter.trainer import Trainer
+from services.drafter.training_state import TrainingState
 from services.drafter.warmup import warm_up
 
 log = logging.getLogger(__name__)
@@ -41,21 +41,22 @@ def main(actor: Actor) -> None:
     log.info("the target's embedding and head loaded in %.1f s", time.monotonic() - began)
     model = DraftModel(config, device)
     welcome = actor.join()
-    optimizer = MasterAdamW(model, config.train, welcome.num_steps, num_sums(config.draft.block_size) + 1)
+    optimizer = MasterAdamW(model, config.train, welcome.num_steps, config.draft.block_size)
     log.info("draft model and optimizer made, the run joined: %.1f s in all", time.monotonic() - began)
-    trainee = Trainee(model, (embedding, loss_head(head, config.train.head)), optimizer)
-    config = settle_anchors(actor, trainee, welcome)
-    snapshots = Snapshots(actor.run_dir, config, welcome, actor.index)
+    state = TrainingState(model, (embedding, loss_head(head, config.train.head)), optimizer)
+    config = settle_anchors(actor, state, welcome)
+    checkpointer = Checkpointer(actor.run_dir, config, welcome, actor.index)
     if actor.index == 0:
         checkpoint.clean(actor.run_dir)
     fetcher = Fetcher(actor, rings, device, welcome.plan_hash)
     if device.type == "cuda":
         actor.notices.phase(Phase.WARMING_UP)
-        warm_up(trainee, config, actor.check_stop)
+        warm_up(state, config, actor.check_stop)
     group = Group(actor, device)
     try:
         evaluator = Evaluator(model, (embedding, head), config)
-        Trainer(actor, config, trainee, evaluator, snapshots, group).run(fetcher)
+        run = RunState(evaluator.make_rounds(), evaluator.summarise)
+        Trainer(actor, config, state, run, evaluator, checkpointer, group).run(fetcher)
     finally:
         fetcher.stop()
         group.leave()

@@ -17,6 +17,7 @@ from services.drafter.anchors import Blocks
 from services.drafter.attention import Attend, make_attention
 from services.drafter.loss import Head, decay_weights, dpace_weights, frozen_head_loss
 from services.drafter.model import DraftModel
+from services.drafter.step_sums import StepSums
 from services.drafter.upload import upload
 from services.drafter.visibility import BlockPlaces, Ints, key_runs
 
@@ -35,15 +36,10 @@ class PackedBatch:
     sample_ids: NDArray[np.int64]  # [D]
 
 
-def num_sums(block_size: int) -> int:
-    """Length of what `block_loss` returns."""
-    return 3 + 2 * (block_size - 1)
-
-
 def block_loss(
     model: DraftModel, embed_weight: Tensor, head: Head, batch: PackedBatch, blocks: Blocks, config: Config
-) -> Tensor:
-    """The loss of one batch and what is counted with it; never waits for the device.
+) -> StepSums:
+    """Compute the loss of one batch and the counts that go with it; never waits for the device.
 
     Args:
         model: the draft model.
@@ -52,11 +48,6 @@ def block_loss(
         batch: features and positions.
         blocks: from `anchors.choose_blocks`.
         config: the loss and its decay.
-
-    Returns:
-        float32 [3 + 2 * (B - 1)]: the weighted sum of cross entropies (call backward on this one), what it is divided by
-        (the sum of weights; with D-PACE the number of anchors), the number of drafts that a verification of every block
-        would accept, then for every slot the number of correct predictions, then for every slot the number of labels.
     """
     device, (num_blocks, num_slots) = batch.hidden_states.device, blocks.labels.shape
     block, slot = np.nonzero(blocks.label_mask)
@@ -76,8 +67,8 @@ def block_loss(
         decay = decay_weights(num_slots + 1, config.train.decay_gamma)[slot]
         weights, divisor = upload(decay, device), decay.sum(dtype=np.float64)
     counted = upload(np.append(divisor, blocks.label_mask.sum(0)).astype(np.float32), device)
-    accepted = correct.cumprod(1).sum()
-    return torch.cat([torch.stack([(losses * weights).sum(), counted[0], accepted]), correct.sum(0), counted[1:]])
+    loss, accepted = (losses * weights).sum(), correct.cumprod(1).sum()
+    return StepSums.of(loss, counted[0], accepted, correct.sum(0), counted[1:])
 
 
 def _on_grid(values: Tensor, places: Tensor, label_mask: Tensor) -> Tensor:

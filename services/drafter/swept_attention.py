@@ -1,10 +1,10 @@
 """Attention of block rows over runs of keys on a GPU, with the kernels of `attention_kernel`; imported on a GPU only.
 
-The context that a tile of rows sees is a staircase: its tiles in the middle are in whole sight, those at its edges are
-cut. A sweep says where, so no tile is visited in vain and only cut ones are masked.
+Neighbouring rows see runs of keys with neighbouring edges. So most key tiles are visible to all rows of a tile or to none;
+a sweep (see visibility.py) lists the first and last tile of each phase, and only tiles at the edges are masked.
 
-Shapes: T context rows, Q block rows, M query rows among them, S keys of a side (T or Q), Hq query heads,
-Hkv key and value heads, D head_dim.
+Shapes: T context rows, Q block rows, M query rows among them, S keys of one part (T or Q), Hq query heads,
+Hkv key and value heads, D head_dim. lse and delta are as in `attention_kernel`.
 """
 
 import math
@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from services.drafter.attention_kernel import of_keys_kernel, of_query_kernel, output_kernel
+from services.drafter.attention_kernel import dkdv_kernel, dq_kernel, forward_kernel
 from services.drafter.upload import upload
 from services.drafter.visibility import TILE, KeyRuns, sweeps_of_keys, sweeps_of_rows
 
@@ -24,7 +24,7 @@ KeysValues = tuple[Tensor, Tensor]
 
 
 class Tiling(NamedTuple):
-    """How a kernel is cut: rows and keys of a step (both divide TILE), warps, steps in flight."""
+    """Tile sizes of a kernel (rows and keys both divide TILE), warps and pipeline stages."""
 
     rows: int
     keys: int
@@ -33,50 +33,49 @@ class Tiling(NamedTuple):
 
 
 class Tilings(NamedTuple):
-    """Of the three kernels, and how many programs share the query heads of a key head over context keys."""
+    """The tilings of the three kernels, and the number of programs that share the query heads of a context key head."""
 
-    output: Tiling = Tiling(64, 64, 4, 3)
-    of_query: Tiling = Tiling(128, 64, 8, 3)
-    of_keys: Tiling = Tiling(64, 64, 4, 2)
+    forward: Tiling = Tiling(64, 64, 4, 3)
+    dq: Tiling = Tiling(128, 64, 8, 3)
+    dkdv: Tiling = Tiling(64, 64, 4, 2)
     num_splits: int = 2
 
 
-_WIDE_HEADS = Tilings(Tiling(128, 32, 8, 2), Tiling(128, 32, 8, 2), Tiling(32, 64, 8, 2))  # what fits for D = 256
+_WIDE_HEADS = Tilings(Tiling(128, 32, 8, 2), Tiling(128, 32, 8, 2), Tiling(32, 64, 8, 2))  # fits shared memory at D = 256
 
 
-class Sight(NamedTuple):
-    """Who sees what, on the device; int32."""
+class Visibility(NamedTuple):
+    """Runs and sweeps of one attention call, on the device; int32."""
 
     runs: Tensor  # [4, M]: start, end, own start, own end
-    of_rows: Tensor  # [ceil(M / TILE), 8]: the sweeps over context tiles, then over own tiles
-    of_context: Tensor  # [ceil(T / TILE), 4]: the sweep of each tile of context keys over tiles of rows
-    of_own: Tensor  # [ceil(Q / TILE), 4]
+    row_sweeps: Tensor  # [ceil(M / TILE), 8]: the sweeps over context tiles, then over own tiles
+    context_sweeps: Tensor  # [ceil(T / TILE), 4]: the sweep of each tile of context keys over tiles of rows
+    own_sweeps: Tensor  # [ceil(Q / TILE), 4]
 
 
 class SweptAttention:
-    """See `attention.Attend`; nothing is padded, so the numbers of rows may change from call to call."""
+    """Implements `attention.Attend`. Nothing is padded, so the numbers of rows may change from call to call."""
 
     def __init__(
         self, runs: KeyRuns, num_context: int, num_rows: int, device: torch.device, tilings: Tilings | None = None
     ) -> None:
         context, own = sweeps_of_rows(runs.start, runs.end), sweeps_of_rows(runs.own_start, runs.own_end)
-        sides = sweeps_of_keys(context, -(-num_context // TILE)), sweeps_of_keys(own, -(-num_rows // TILE))
-        arrays = np.stack(runs), np.concatenate([context, own], axis=1), *sides
-        self._sight = Sight(*(upload(array.astype(np.int32), device) for array in arrays))
+        key_sweeps = sweeps_of_keys(context, -(-num_context // TILE)), sweeps_of_keys(own, -(-num_rows // TILE))
+        arrays = np.stack(runs), np.concatenate([context, own], axis=1), *key_sweeps
+        self._visibility = Visibility(*(upload(array.astype(np.int32), device) for array in arrays))
         self._tilings = tilings
 
     def __call__(self, query: Tensor, context: KeysValues, own: KeysValues) -> Tensor:
-        """See `attention.Attend`."""
         tilings = self._tilings or (Tilings() if query.shape[2] <= 128 else _WIDE_HEADS)
-        output: Tensor = _Function.apply(query, *context, *own, self._sight, tilings)  # type: ignore[no-untyped-call]
-        return output
+        o: Tensor = _Function.apply(query, *context, *own, self._visibility, tilings)  # type: ignore[no-untyped-call]
+        return o
 
 
-class _Side(NamedTuple):
-    """Keys and values [Hkv, S, D] with the runs of the rows over them."""
+class _KeyPart(NamedTuple):
+    """Keys and values [Hkv, S, D] of the context or of the block rows, and the rows' runs over them."""
 
-    key: Tensor
-    value: Tensor
+    k: Tensor
+    v: Tensor
     starts: Tensor  # int32 [M]
     ends: Tensor
     sweeps: Tensor  # int32 [ceil(S / TILE), 4]
@@ -84,70 +83,69 @@ class _Side(NamedTuple):
 
 
 class _Function(torch.autograd.Function):
-    """query [Hq, M, D], context key and value, own key and value, sight, tilings -> [M, Hq * D]."""
+    """q [Hq, M, D], k, v, k_own, v_own, visibility, tilings -> o [M, Hq * D]."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, *rest: Any) -> Tensor:
-        """The output, and the logarithm (to the base 2) of the sum of every row's exponentials."""
-        *keys_values, sight, tilings = rest
-        (heads, num_rows, depth), num_key_heads = query.shape, keys_values[0].shape[0]
-        output = query.new_empty(num_rows, heads * depth)
-        normaliser = torch.empty(heads, num_rows, dtype=torch.float32, device=query.device)
-        rows, keys, num_warps, num_stages = tilings.output
-        output_kernel[heads, triton.cdiv(num_rows, rows)](
-            query, *keys_values, output, normaliser, sight.runs, sight.of_rows,
-            *(_row_stride(part) for part in (query, *keys_values)), num_rows, keys_values[0].shape[1], keys_values[2].shape[1],
-            depth**-0.5 * _LOG2_E, HEADS=heads, GROUP=heads // num_key_heads, D=depth, ROWS=rows, KEYS=keys,
+    def forward(ctx: Any, q: Tensor, *inputs: Any) -> Tensor:
+        """Compute o, and save lse for the backward pass."""
+        *kv, visibility, tilings = inputs
+        (heads, num_rows, depth), num_kv_heads = q.shape, kv[0].shape[0]
+        o = q.new_empty(num_rows, heads * depth)
+        lse = torch.empty(heads, num_rows, dtype=torch.float32, device=q.device)
+        rows, keys, num_warps, num_stages = tilings.forward
+        forward_kernel[heads, triton.cdiv(num_rows, rows)](
+            q, *kv, o, lse, visibility.runs, visibility.row_sweeps, _row_strides(q, *kv),
+            num_rows, kv[0].shape[1], kv[2].shape[1], depth**-0.5 * _LOG2_E,
+            HEADS=heads, GROUP=heads // num_kv_heads, D=depth, ROWS=rows, KEYS=keys,
             num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
-        ctx.save_for_backward(query, *keys_values, output, normaliser)
-        ctx.sight, ctx.tilings = sight, tilings
-        return output
+        ctx.save_for_backward(q, *kv, o, lse)
+        ctx.visibility, ctx.tilings = visibility, tilings
+        return o
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """The query's gradient first: its kernel leaves what that of the keys needs."""
-        query, *keys_values, output, normaliser = ctx.saved_tensors
-        (heads, num_rows, depth), num_key_heads = query.shape, keys_values[0].shape[0]
-        gradient, inner, result = gradients[0].contiguous(), torch.empty_like(normaliser), torch.empty_like(output)
-        sight, tilings = ctx.sight, ctx.tilings
-        rows, keys, num_warps, num_stages = tilings.of_query
-        of_query_kernel[heads, triton.cdiv(num_rows, rows)](
-            query, *keys_values, output, gradient, normaliser, inner, result, sight.runs, sight.of_rows,
-            *(_row_stride(part) for part in (query, *keys_values)), num_rows, keys_values[0].shape[1], keys_values[2].shape[1],
-            depth**-0.5 * _LOG2_E, depth**-0.5, HEADS=heads, GROUP=heads // num_key_heads, D=depth, ROWS=rows, KEYS=keys,
+        """Compute dq first: `dq_kernel` also writes delta, which `dkdv_kernel` reads."""
+        q, *kv, o, lse = ctx.saved_tensors
+        (heads, num_rows, depth), num_kv_heads = q.shape, kv[0].shape[0]
+        do, delta, dq = gradients[0].contiguous(), torch.empty_like(lse), torch.empty_like(o)
+        visibility, tilings = ctx.visibility, ctx.tilings
+        rows, keys, num_warps, num_stages = tilings.dq
+        dq_kernel[heads, triton.cdiv(num_rows, rows)](
+            q, *kv, o, do, lse, delta, dq, visibility.runs, visibility.row_sweeps, _row_strides(q, *kv),
+            num_rows, kv[0].shape[1], kv[2].shape[1], depth**-0.5 * _LOG2_E, depth**-0.5,
+            HEADS=heads, GROUP=heads // num_kv_heads, D=depth, ROWS=rows, KEYS=keys,
             num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
-        start, end, own_start, own_end = sight.runs
-        num_splits = math.gcd(tilings.num_splits, heads // num_key_heads)
-        sides = (
-            _Side(keys_values[0], keys_values[1], start, end, sight.of_context, num_splits),
-            _Side(keys_values[2], keys_values[3], own_start, own_end, sight.of_own, 1),
+        start, end, own_start, own_end = visibility.runs
+        num_splits = math.gcd(tilings.num_splits, heads // num_kv_heads)
+        parts = (
+            _KeyPart(kv[0], kv[1], start, end, visibility.context_sweeps, num_splits),
+            _KeyPart(kv[2], kv[3], own_start, own_end, visibility.own_sweeps, 1),
         )
-        of_keys = [part for side in sides for part in _of_keys(side, query, gradient, normaliser, inner, tilings.of_keys)]
-        return result.view(num_rows, heads, depth).transpose(0, 1), *of_keys, None, None
+        dkdv = [gradient for part in parts for gradient in _dkdv(part, q, do, lse, delta, tilings.dkdv)]
+        return dq.view(num_rows, heads, depth).transpose(0, 1), *dkdv, None, None
 
 
-def _of_keys(
-    side: _Side, query: Tensor, gradient: Tensor, normaliser: Tensor, inner: Tensor, tiling: Tiling
-) -> tuple[Tensor, Tensor]:
-    """The gradients [Hkv, S, D] of keys and values; the parts of several programs are added up in float32."""
-    (heads, num_rows, depth), (num_key_heads, num_keys, _) = query.shape, side.key.shape
-    dtype = torch.float32 if side.num_splits > 1 else query.dtype
-    shape = side.num_splits, num_keys, num_key_heads, depth
-    of_key, of_value = (torch.empty(shape, dtype=dtype, device=query.device) for _ in range(2))
+def _dkdv(part: _KeyPart, q: Tensor, do: Tensor, lse: Tensor, delta: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor]:
+    """Return dk and dv [Hkv, S, D]; the results of several splits are added in float32."""
+    (heads, num_rows, depth), (num_kv_heads, num_keys, _) = q.shape, part.k.shape
+    dtype = torch.float32 if part.num_splits > 1 else q.dtype
+    shape = part.num_splits, num_keys, num_kv_heads, depth
+    dk, dv = (torch.empty(shape, dtype=dtype, device=q.device) for _ in range(2))
     rows, keys, num_warps, num_stages = tiling
-    of_keys_kernel[num_key_heads * side.num_splits, triton.cdiv(num_keys, keys)](
-        query, side.key, side.value, gradient, normaliser, inner, of_key, of_value, side.starts, side.ends, side.sweeps,
-        *(_row_stride(part) for part in (query, side.key, side.value)), num_rows, num_keys,
-        depth**-0.5 * _LOG2_E, depth**-0.5, HEADS=heads, GROUP=heads // num_key_heads, SPLITS=side.num_splits, D=depth,
-        ROWS=rows, KEYS=keys, num_warps=num_warps, num_stages=num_stages,
+    dkdv_kernel[num_kv_heads * part.num_splits, triton.cdiv(num_keys, keys)](
+        q, part.k, part.v, do, lse, delta, dk, dv, part.starts, part.ends, part.sweeps, _row_strides(q, part.k, part.v),
+        num_rows, num_keys, depth**-0.5 * _LOG2_E, depth**-0.5,
+        HEADS=heads, GROUP=heads // num_kv_heads, SPLITS=part.num_splits, D=depth, ROWS=rows, KEYS=keys,
+        num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
-    of_key, of_value = (part.sum(0) if side.num_splits > 1 else part[0] for part in (of_key, of_value))
-    return of_key.to(query.dtype).transpose(0, 1), of_value.to(query.dtype).transpose(0, 1)
+    dk, dv = (split.sum(0) if part.num_splits > 1 else split[0] for split in (dk, dv))
+    return dk.to(q.dtype).transpose(0, 1), dv.to(q.dtype).transpose(0, 1)
 
 
-def _row_stride(heads: Tensor) -> int:
-    """Of [heads, rows, D] whose rows hold one head after the other."""
-    assert heads.stride(2) == 1 and heads.stride(0) == heads.shape[2], heads.stride()
-    return heads.stride(1)
+def _row_strides(*tensors: Tensor) -> tuple[int, ...]:
+    """Return the elements between rows of each [heads, rows, D], whose rows hold one head after the other."""
+    for heads in tensors:
+        assert heads.stride(2) == 1 and heads.stride(0) == heads.shape[2], heads.stride()
+    return tuple(heads.stride(1) for heads in tensors)

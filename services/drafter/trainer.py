@@ -1,4 +1,4 @@
-"""Training: the sequence of the run, group by group, on this rank's share of the batches."""
+"""Training: run the sequence of the plan, group by group of batches, on this rank's share."""
 
 import logging
 import time
@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import msgspec
-import torch
-import torch.nn.functional as F
 
 from common import faults
 from common.board import Phase
@@ -21,16 +19,16 @@ from services.drafter.evaluator import Evaluator
 from services.drafter.fetch import Fetched, Fetcher
 from services.drafter.flops import batch_flops
 from services.drafter.group import Group, GroupBrokenError
-from services.drafter.journal import Journal, StepCost, StepFigures
 from services.drafter.noise import add_noise
 from services.drafter.optimizer import learning_rate
 from services.drafter.profiler import StepProfiler
 from services.drafter.quarantine import BatchFacts, QuarantinedStep, collect_facts, quarantine
-from services.drafter.snapshots import Snapshots
+from services.drafter.resume import Checkpointer
+from services.drafter.run_state import UNKNOWN, RunState
 from services.drafter.step import PackedBatch, block_loss
-from services.drafter.trainee import Trainee
+from services.drafter.step_metrics import MetricsReadback, StepCost, StepMetrics
+from services.drafter.training_state import TrainingState
 
-_NOWHERE = -1
 log = logging.getLogger(__name__)
 
 
@@ -41,81 +39,82 @@ class Trainer:
         self,
         actor: Actor,
         config: Config,
-        trainee: Trainee,
+        state: TrainingState,
+        run: RunState,
         evaluator: Evaluator,
-        snapshots: Snapshots,
+        checkpointer: Checkpointer,
         group: Group,
     ) -> None:
         self._actor = actor
         self._config = config
-        self._model, (self._embedding, self._head), self._optimizer = trainee
+        self._model, (self._embedding, self._head), self._optimizer = state
+        self._run = run
         self._evaluator = evaluator
-        self._snapshots = snapshots
+        self._checkpointer = checkpointer
         self._group = group
-        self._journal = Journal(self._embedding.device, len(trainee.optimizer.gradients.sums), config.accumulation)
+        self._metrics = MetricsReadback(self._embedding.device, len(state.optimizer.gradients.sums.values), config.accumulation)
         self._profiler = StepProfiler(actor.run_dir / "profile" / f"{actor.name}.json", config.train.profile_steps)
-        self._evaluated_at = _NOWHERE  # the position right after the last evaluation
-        self._position = _NOWHERE  # the first batch of the sequence that is not in the weights
-        self._is_half_taken = False  # the weights are neither this rank's nor another's
         self._waited_s = 0.0
-        self._num_skipped = 0  # in a row
-        self._stop_requested = False  # by any rank, so all know it at the same step
+        self._stop_requested = False  # by any rank; all ranks see it at the same step
 
+    #   +-> join the group       wait until all ranks have joined
+    #   |     v
+    #   |   share the state      no rank has a position: resume from disk; else the rank that is ahead sends its state
+    #   |     v
+    #   |   train                group by group: a step or an evaluation, then a checkpoint if one is due
+    #   |     |            |
+    #   +-----+            +-> save and export, at the end of the sequence
+    #   GroupBrokenError:
+    #   a rank died
+    #
+    # RunState.position advances only when a step or evaluation is complete on this rank, so it tells which rank is ahead.
     def run(self, fetcher: Fetcher) -> None:
-        """To the end of the sequence, over every death among the ranks.
+        """Train to the end of the sequence; when a rank dies, wait for its successor and go on.
 
         Raises:
-            StoppedError: told to stop; the checkpoint is on disk.
+            StoppedError: a stop was requested; the checkpoint is on disk.
             TrainingDivergedError: too many steps in a row were not finite.
         """
         while True:
             try:
                 self._group.join()
                 self._share_state()
-                fetcher.start(self._position)
+                fetcher.start(self._run.position)
                 self._actor.notices.phase(Phase.READY)
                 self._train(fetcher)
                 break
             except GroupBrokenError as error:
-                log.warning("the group broke at batch %d: %s", self._position, error)
-                self._report(self._journal.flush())
+                log.warning("the group broke at batch %d: %s", self._run.position, error)
+                self._report(self._metrics.flush())
                 fetcher.stop()
                 self._group.leave()
                 self._optimizer.gradients.abandon()
         fetcher.stop()
         self._profiler.close()
         self._save(self._optimizer.num_steps, required=True)
-        self._snapshots.export(self._model, self._optimizer)
+        self._checkpointer.export(self._model, self._optimizer, self._run)
 
     def _share_state(self) -> None:
-        """All ranks go on from the one that is furthest; from disk only where none holds the run in memory."""
-        positions = self._group.collect(self._position)
+        """Bring all ranks to the highest position among them; read the disk only if no rank has a position."""
+        positions = self._group.collect(self._run.position)
         self._stop_requested = any(self._group.collect(self._stop_requested))
         furthest = max(positions)
-        if furthest == _NOWHERE:
-            self._resume()
+        if furthest == UNKNOWN:
+            self._run.resume(*self._checkpointer.resume(self._model, self._optimizer))
         elif min(positions) < furthest:
-            self._hand_over(positions.index(furthest), furthest)
+            self._transfer(positions.index(furthest))
 
-    def _resume(self) -> None:
-        self._position = self._snapshots.resume(self._model, self._optimizer)
-        if self._position == 0 and self._is_half_taken:
-            raise RuntimeError("the rank that gave its state died on the way, and there is no checkpoint: start afresh")
-
-    def _hand_over(self, source: int, position: int) -> None:
-        """Rank `source` gives its state to all others, which have none until they have all of it."""
-        before = self._position
+    def _transfer(self, source: int) -> None:
+        """Send the state of rank `source` to all ranks; the weights of the others are unusable until it is complete."""
+        before = self._run.position
         if self._actor.index != source:
-            self._position, self._is_half_taken = _NOWHERE, True
-        counts = torch.tensor([self._num_skipped, self._evaluator.step, self._evaluated_at], device=self._embedding.device)
-        state = self._optimizer.state_dict()
-        self._group.copy_from(source, [*state.values(), counts, self._evaluator.rounds])
-        self._optimizer.load_state_dict(state)
-        self._num_skipped, self._evaluator.step, self._evaluated_at = counts.tolist()
-        self._snapshots.evaluation = self._evaluator.result() or self._snapshots.evaluation
-        self._position, self._is_half_taken = position, False
+            self._run.begin_transfer()
+        optimizer, run = self._optimizer.state_dict(), self._run.state_dict()
+        self._group.copy_from(source, [*optimizer.values(), *run.values()])
+        self._optimizer.load_state_dict(optimizer)
+        self._run.load_state_dict(run)
         self._keep_if_best()
-        log.info("rank %d gave its state: batch %d -> %d", source, before, position)
+        log.info("rank %d gave its state: batch %d -> %d", source, before, self._run.position)
 
     def _train(self, fetcher: Fetcher) -> None:
         while first := self._next(fetcher):
@@ -135,12 +134,12 @@ class Trainer:
         self._profiler.before(step)
         watch = Stopwatch(self._embedding.device)
         done = [
-            self._accumulate(fetched.batch, fetched.info, is_last=place == self._config.accumulation - 1)
-            for place, fetched in enumerate(self._places(fetcher, first))
+            self._accumulate(fetched.batch, fetched.info, is_last=index == self._config.accumulation - 1)
+            for index, fetched in enumerate(self._share(fetcher, first))
             if fetched.batch is not None
         ]
         watch.lap("forward_backward_s")
-        self._optimizer.gradients.sums[-1] = float(self._actor.stopping)
+        self._optimizer.gradients.sums.stop.fill_(float(self._actor.stopping))
         self._optimizer.gradients.reduce(self._group.begin)
         self._group.order()
         watch.lap("reduce_s")
@@ -150,49 +149,48 @@ class Trainer:
         result = self._optimizer.step(first.info.step)
         watch.lap("optimizer_s")
         self._profiler.after(step)
-        self._position += self._config.plan.batches_per_step
+        self._run.position += self._config.plan.batches_per_step
         cost = StepCost(sum(num_tokens for _, num_tokens, _ in done), sum(flops for *_, flops in done))
-        self._report(self._journal.push(step, result, watch, cost, [facts for facts, *_ in done]))
+        self._report(self._metrics.push(step, result, watch, cost, [facts for facts, *_ in done]))
 
     def _accumulate(self, batch: PackedBatch, info: BatchInfo, *, is_last: bool) -> tuple[BatchFacts, int, float]:
-        """Forward and backward of one batch; returns its facts, its tokens and its floating-point operations."""
+        """Run forward and backward of one batch; returns its facts, tokens and floating-point operations."""
         rows = batch.input_ids, batch.loss_mask, batch.cu_seqlens, batch.sample_ids
         blocks = choose_blocks(*rows, info.epoch, self._config)
         noisy = add_noise(batch.hidden_states, batch.cu_seqlens, batch.sample_ids, info.epoch, self._config)
         noised = replace(batch, hidden_states=noisy)
         sums = block_loss(self._model, self._embedding, self._head, noised, blocks, self._config)
-        self._optimizer.gradients.accumulate(F.pad(sums, (0, 1)), self._group.begin if is_last else None)
+        self._optimizer.gradients.accumulate(sums, self._group.begin if is_last else None)
         num_tokens, flops = len(batch.input_ids), batch_flops(self._config, blocks, batch.cu_seqlens)
         self._actor.notices.add(num_batches=1, num_tokens=num_tokens)
         return collect_facts(info.batch, batch.sample_ids.tolist(), batch.hidden_states, sums), num_tokens, flops
 
     def _evaluate(self, fetcher: Fetcher, first: Fetched) -> None:
-        """A whole evaluation, of one or more groups of batches: one place in the life of the run."""
+        """Run an evaluation of one or more groups of batches. It counts as a whole: a broken group repeats all of it."""
         self._evaluator.begin()
-        num_places = 0
+        num_batches = 0
         group: Fetched | None = first
         while group is not None:
-            for fetched in self._places(fetcher, group):
+            for fetched in self._share(fetcher, group):
                 if fetched.batch is not None:
                     self._evaluator.add(fetched.batch)
-            num_places += self._config.plan.batches_per_step
+            num_batches += self._config.plan.batches_per_step
             group = None if group.info.closes else self._next(fetcher)
-        self._stop_requested = self._evaluator.close(self._group.add_up, first.info.step, self._actor.stopping)
-        evaluation = self._snapshots.evaluation = self._evaluator.result()
-        assert evaluation is not None
-        self._position += num_places
-        self._evaluated_at = self._position
+        rounds, self._stop_requested = self._evaluator.close(self._group.add_up, stopping=self._actor.stopping)
+        self._run.position += num_batches
+        evaluation = self._run.record_evaluation(rounds, first.info.step)
         self._actor.notices.show_acceptance(evaluation.acceptance)
         self._actor.metrics.write(**msgspec.structs.asdict(evaluation))
         self._keep_if_best()
 
     def _keep_if_best(self) -> None:
-        """Right after an evaluation the weights are those it measured: their checkpoint learns of it, or the best gets one."""
-        if self._position == self._evaluated_at and self._snapshots.is_worth_keeping():
-            self._save(self._evaluator.step, required=False)
+        """Right after an evaluation, add it to the checkpoint of the weights, or save the weights if they are the best."""
+        evaluation = self._run.evaluation
+        if evaluation is not None and self._run.is_just_evaluated and self._checkpointer.is_worth_keeping(evaluation):
+            self._save(evaluation.step, required=False)
 
-    def _places(self, fetcher: Fetcher, first: Fetched) -> Iterator[Fetched]:
-        """This rank's places of a group, each recycled when the caller asks for the next."""
+    def _share(self, fetcher: Fetcher, first: Fetched) -> Iterator[Fetched]:
+        """Yield this rank's batches of a group; each is recycled when the caller takes the next."""
         yield first
         fetcher.recycle(first)
         for _ in range(self._config.accumulation - 1):
@@ -209,47 +207,47 @@ class Trainer:
         return fetched
 
     def _save(self, step: int, *, required: bool) -> None:
-        self._report(self._journal.flush())
-        self._snapshots.save(self._model, self._optimizer, step, self._position, required=required)
+        self._report(self._metrics.flush())
+        self._checkpointer.save(self._model, self._optimizer, self._run, step, required=required)
 
-    def _report(self, figures: StepFigures | None) -> None:
-        """Write the figures of a step and act on what all ranks read in them."""
-        if figures is None:
+    def _report(self, metrics: StepMetrics | None) -> None:
+        """Write the metrics of a step and act on them; all ranks read the same numbers."""
+        if metrics is None:
             return
         train, num_steps = self._config.train, self._optimizer.num_steps
-        num_blocks, step_s = figures.num_labels[0], sum(figures.laps_s.values())
-        self._stop_requested |= figures.stop_requested
-        self._actor.notices.show_step(figures.step, num_steps, figures.loss, figures.num_skipped)
+        num_blocks, step_s = metrics.num_labels[0], sum(metrics.laps_s.values())
+        self._stop_requested |= metrics.stop_requested
+        self._actor.notices.show_step(metrics.step, num_steps, metrics.loss, metrics.num_skipped)
         self._actor.metrics.write(
-            step=figures.step,
-            loss=figures.loss,
-            grad_norm=figures.grad_norm,
-            learning_rate=learning_rate(figures.step - 1, num_steps, train.learning_rate, train.warmup_ratio),
-            accuracy_per_slot=[c / n if n else 0.0 for c, n in zip(figures.num_correct, figures.num_labels, strict=True)],
-            block_acceptance=1.0 + figures.num_accepted / num_blocks if num_blocks else 0.0,
-            skipped=figures.skipped,
-            **figures.laps_s,
-            tokens_per_s=figures.cost.num_tokens / step_s,
-            tflops=figures.cost.flops / step_s * 1e-12,
+            step=metrics.step,
+            loss=metrics.loss,
+            grad_norm=metrics.grad_norm,
+            learning_rate=learning_rate(metrics.step - 1, num_steps, train.learning_rate, train.warmup_ratio),
+            accuracy_per_slot=[c / n if n else 0.0 for c, n in zip(metrics.num_correct, metrics.num_labels, strict=True)],
+            block_acceptance=1.0 + metrics.num_accepted / num_blocks if num_blocks else 0.0,
+            skipped=metrics.skipped,
+            **metrics.laps_s,
+            tokens_per_s=metrics.cost.num_tokens / step_s,
+            tflops=metrics.cost.flops / step_s * 1e-12,
             waiting_s=self._waited_s,
             time_s=time.time(),
         )
         self._waited_s = 0.0
-        self._num_skipped = self._num_skipped + 1 if figures.skipped else 0
-        if figures.skipped:
-            self._quarantine(figures)
-        if self._num_skipped > train.max_nonfinite_steps:
+        self._run.record_step(skipped=metrics.skipped)
+        if metrics.skipped:
+            self._quarantine(metrics)
+        if self._run.num_skipped > train.max_nonfinite_steps:
             raise TrainingDivergedError(
-                f"step {figures.step}: {self._num_skipped} steps in a row had a loss or gradient that is not finite "
+                f"step {metrics.step}: {self._run.num_skipped} steps in a row had a loss or gradient that is not finite "
                 f"(train.max_nonfinite_steps = {train.max_nonfinite_steps}); see {self._actor.run_dir / 'quarantine'}"
             )
 
-    def _quarantine(self, figures: StepFigures) -> None:
+    def _quarantine(self, metrics: StepMetrics) -> None:
         step = QuarantinedStep(
-            step=figures.step,
+            step=metrics.step,
             rank=self._actor.index,
-            loss=figures.loss,
-            grad_norm=figures.grad_norm,
-            batches=figures.batches,
+            loss=metrics.loss,
+            grad_norm=metrics.grad_norm,
+            batches=metrics.batches,
         )
         quarantine(self._actor.run_dir, step)

@@ -156,25 +156,27 @@ def _shuffled_batches(
 
 
 def _in_teams(batches: Batches, lengths: NDArray[np.int32], first: int, size: int, random: np.random.Generator) -> Batches:
-    """The same in another order: from each multiple of `size` on, so many that hold about as much.
+    """Reorder the batches into teams of batches of about equal size, each from a multiple of `size` on.
 
-    Of the two teams of a step the first has its largest batch in front, the second its smallest.
+    Every second team is reversed: of the two teams of a step the first begins with its largest batch, the second with its
+    smallest.
 
     Args:
         batches: of an epoch, shuffled.
         lengths: of all samples.
-        first: number of the first batch in the run; what is left over stands before and behind all teams.
+        first: number of the first batch in the run; batches that fill no team stay before and after all teams.
         size: of a team.
-        random: decides on the order of the teams.
+        random: draws the order of the teams.
     """
     num_before = min(-first % size, len(batches))
     num_teams = (len(batches) - num_before) // size
-    over, batches = batches[num_teams * size :], batches[: num_teams * size]
-    ordered = sorted(batches, key=lambda ids: (len(ids), int(lengths[ids].sum())), reverse=True)
-    teams = [ordered[start : start + size] for start in range(0, len(ordered), size)]
-    is_second = (first + num_before) // size % 2
-    in_turn = [teams[team][:: -1 if (place + is_second) % 2 else 1] for place, team in enumerate(random.permutation(num_teams))]
-    return [*over[:num_before], *(batch for team in in_turn for batch in team), *over[num_before:]]
+    ungrouped, grouped = batches[num_teams * size :], batches[: num_teams * size]
+    largest_first = sorted(grouped, key=lambda ids: (len(ids), int(lengths[ids].sum())), reverse=True)
+    reordered = ungrouped[:num_before]
+    for index, rank in enumerate(random.permutation(num_teams), start=(first + num_before) // size):
+        team = largest_first[rank * size : (rank + 1) * size]
+        reordered += reversed(team) if index % 2 else team
+    return reordered + ungrouped[num_before:]
 
 
 def _eval_batches(lengths: NDArray[np.int32], settings: PlanConfig) -> Batches:

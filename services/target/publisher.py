@@ -20,7 +20,7 @@ from common import faults
 from common.copy_stream import CopyStream, Mark
 from common.layout import SlotHeader
 from common.lifecycle import Actor
-from common.messages import Held, Lease, SlotReady
+from common.messages import Held, Lease
 from common.ring import RingWriter, WritableSlot
 from services.target.health import Health
 from services.target.rows import TargetRows
@@ -45,7 +45,6 @@ class Publisher:
         self,
         actor: Actor,
         writer: RingWriter,
-        slots_per_ring: int,
         stagings: Sequence[Staging],
         health: Health,
         device: torch.device,
@@ -53,7 +52,6 @@ class Publisher:
     ) -> None:
         self._actor = actor
         self._writer = writer
-        self._slots_per_ring = slots_per_ring
         self._health = health
         self._plan_hash = plan_hash
         self._copies = CopyStream(device)
@@ -91,7 +89,7 @@ class Publisher:
         """Bring a batch, whose forward was launched, on its way to its slot; waits for nothing."""
         with self._lock:
             self._num_copying += 1
-        slot = self._writer.open(lease.slot % self._slots_per_ring, len(rows.places), len(rows.packed.sample_ids))
+        slot = self._writer.open(lease.slot, len(rows.places), len(rows.packed.sample_ids))
         copied = staging.copy_to(slot, self._copies)
         faults.reach("target.mid_copy")
         for place, array in zip(slot.rows, rows.packed, strict=True):
@@ -106,12 +104,12 @@ class Publisher:
             with self._lock:
                 self._num_copying -= 1
                 self._idle_since = copied_s
-            flight.slot.seal(self._header_of(flight))
+            sealed = flight.slot.seal(self._header_of(flight))
             watch, laps_s = flight.staging.watch, flight.staging.laps_s()
             self._free.put(flight.staging)
             lease, rows = flight.lease, flight.rows
             faults.reach("target.before_slot_ready")
-            self._actor.channel.ask(SlotReady(lease.slot, lease.generation), lambda: not self._actor.stopping)
+            self._actor.channel.ask(sealed.announcement(), lambda: not self._actor.stopping)
             faults.reach("target.after_slot_ready")
             with self._lock:
                 self._held.discard((lease.slot, lease.generation))

@@ -54,7 +54,7 @@ class TargetService:
         if is_open(config, actor.run_dir):
             actor.notices.show_speed(measure_speed(self._model, stagings[0], welcome.shapes, self._device, actor.check_stop))
         health = Health(actor.metrics, ForwardFlops(self._model.decoder), self._device)
-        self._publisher = Publisher(actor, writer, config.ring.num_slots, stagings, health, self._device, welcome.plan_hash)
+        self._publisher = Publisher(actor, writer, stagings, health, self._device, welcome.plan_hash)
 
     def run(self) -> None:
         """Work until told to stop, which ends it by StoppedError; a target never knows when the run is over."""

@@ -9,7 +9,7 @@ import pytest
 
 from common import memory
 from common.board import Board, Notice, Notices, Phase, board_bytes
-from common.errors import ProtocolError
+from common.errors import SharedMemoryError
 
 
 def make_fd(num_actors: int) -> int:
@@ -76,6 +76,6 @@ def test_a_wipe_clears_the_record_and_starts_its_clock() -> None:
 
 def test_memory_of_another_size_is_refused() -> None:
     fd = make_fd(1)
-    with pytest.raises(ProtocolError, match=r"board memory: needed 139264 bytes, found 4096"):
+    with pytest.raises(SharedMemoryError, match=r"board memory: needed 139264 bytes, found 4096"):
         Board(fd, 1000)
     os.close(fd)

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from common.errors import ProtocolError
+from common.errors import SlotHeaderError
 from common.layout import HEADER_BYTES, ROW_ARRAYS, SlotHeader, SlotLayout
 from tests.exchange.small_runs import make_config
 
@@ -66,12 +66,12 @@ def test_what_is_no_header_of_this_version_is_refused(place: int) -> None:
     slot = bytearray(HEADER_BYTES)
     HEADER.pack_into(memoryview(slot))
     slot[place] ^= 1
-    with pytest.raises(ProtocolError, match=r"slot header: needed b'HEADRACE' version 1, found b'.*' version \d"):
+    with pytest.raises(SlotHeaderError, match=r"slot header: needed b'HEADRACE' version 1, found b'.*' version \d"):
         SlotHeader.unpack_from(memoryview(slot))
 
 
 def test_fresh_memory_is_no_header() -> None:
-    with pytest.raises(ProtocolError, match="version 0"):
+    with pytest.raises(SlotHeaderError, match="version 0"):
         SlotHeader.unpack_from(memoryview(bytes(HEADER_BYTES)))
 
 

@@ -1,7 +1,9 @@
 """Slots as tensors, in two real processes over one memfd."""
 
+import ast
 import gc
 import os
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -11,13 +13,15 @@ import torch
 
 from common import memory
 from common.checksum import checksum
-from common.errors import ProtocolError
+from common.errors import SharedMemoryError, SlotHeaderError, SlotSizeError
 from common.layout import SlotHeader, SlotLayout
+from common.messages import SlotReady
 from common.ring import RingReader, RingWriter, Rows
 from tests.exchange.process_run import FORKS, Inherited
 from tests.exchange.small_runs import make_config
 
 Layout = Literal["packed", "split"]
+ROOT = Path(__file__).parents[2]
 NUM_SLOTS = 3
 TOKENS, TAPS, HIDDEN = 11, 2, 8
 
@@ -127,7 +131,7 @@ def test_views_keep_the_memory_mapped_after_ring_and_descriptor_are_gone(layout:
 def test_memory_of_another_size_is_refused(layout: Layout) -> None:
     fd = make_ring(layout)
     for wrong in (NUM_SLOTS - 1, NUM_SLOTS + 1):
-        with pytest.raises(ProtocolError, match=rf"ring memory: needed {wrong * 2 * 2**20} bytes, found 6291456"):
+        with pytest.raises(SharedMemoryError, match=rf"ring memory: needed {wrong * 2 * 2**20} bytes, found 6291456"):
             RingWriter(fd, make_layout(layout), wrong)
     os.close(fd)
 
@@ -139,17 +143,17 @@ def test_a_batch_that_does_not_fit_is_refused_by_both_sides(layout: Layout, toke
     os.close(fd)
     assert isinstance(writer, RingWriter) and isinstance(reader, RingReader)
     message = f"slot: needed 1 to 16 tokens and 1 to 2 samples, found {tokens} and {samples}"
-    with pytest.raises(ProtocolError, match=message):
+    with pytest.raises(SlotSizeError, match=message):
         writer.open(0, tokens, samples)
     writer.open(0, 16, 2).seal(SlotHeader(b"p" * 16, 1, 1, tokens, samples, 0, 0))
-    with pytest.raises(ProtocolError, match=message):
+    with pytest.raises(SlotSizeError, match=message):
         reader.open(0)
 
 
 def test_a_slot_that_was_never_sealed_is_refused(layout: Layout) -> None:
     fd = make_ring(layout)
     RingWriter(fd, make_layout(layout), NUM_SLOTS).open(0, TOKENS, 2).hidden_states.fill_(1.0)
-    with pytest.raises(ProtocolError, match="slot header: needed"):
+    with pytest.raises(SlotHeaderError, match="slot header: needed"):
         RingReader(fd, make_layout(layout), NUM_SLOTS).open(0)
     os.close(fd)
 
@@ -170,3 +174,20 @@ def test_a_batch_writes_into_its_own_slot_only(layout: Layout) -> None:
 def test_an_exchange_of_two_row_arrays_changes_their_checksum() -> None:
     rows = make_rows(0)
     assert rows._replace(input_ids=rows.position_ids, position_ids=rows.input_ids).checksum() != rows.checksum()
+
+
+def test_only_a_sealed_slot_is_announced(layout: Layout) -> None:
+    """By its number in the run, of which the ring has its share, and the generation of its header."""
+    fd = make_ring(layout)
+    slot = RingWriter(fd, make_layout(layout), NUM_SLOTS).open(2 * NUM_SLOTS + 1, TOKENS, 2)
+    sealed = slot.seal(SlotHeader(b"p" * 16, 7, 5, TOKENS, 2, 0, 0))
+    assert sealed.announcement() == SlotReady(2 * NUM_SLOTS + 1, 7)
+    assert RingReader(fd, make_layout(layout), NUM_SLOTS).open(1).header.generation == 7
+    os.close(fd)
+    makers = [path for room in ("common", "services") for path in (ROOT / room).rglob("*.py") if makes_slot_ready(path)]
+    assert makers == [ROOT / "common" / "ring.py"]
+
+
+def makes_slot_ready(path: Path) -> bool:
+    calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    return any(isinstance(function, ast.Name) and function.id == "SlotReady" for function in calls)

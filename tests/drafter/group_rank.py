@@ -18,7 +18,8 @@ from services.drafter.anchors import choose_blocks
 from services.drafter.gradients import Begin, Gradients
 from services.drafter.group import Group, GroupBrokenError
 from services.drafter.model import DraftModel
-from services.drafter.step import block_loss, num_sums
+from services.drafter.step import block_loss
+from services.drafter.step_sums import StepSums
 
 NUM_ELEMENTS = 1 << 22
 PAUSE_S = 0.05
@@ -31,7 +32,7 @@ def gradient_difference(group: Group, rank: int, device: torch.device) -> float:
     config = make_config(dtype=dtype, head_dim=16, anchors_per_batch=64)
     model = DraftModel(config).to(device)
     frozen = [weight.to(getattr(torch, dtype)) for weight in frozen_weights(device=str(device))]
-    sizes = num_sums(config.draft.block_size), BUCKET_ELEMENTS
+    sizes = StepSums.size(config.draft.block_size), BUCKET_ELEMENTS
     gradients = Gradients(list(model.parameters()), *sizes)
 
     def accumulate(seed: int, begin: Begin | None = None) -> None:

@@ -25,7 +25,7 @@ def test_counted_operations_are_those_of_the_products() -> None:
     assert blocks.label_mask.mean() > 0.9
     model = DraftModel(config)
     with FlopCounterMode(display=False) as counter:
-        block_loss(model, *frozen_weights(), batch, blocks, config)[0].backward()  # type: ignore[no-untyped-call]
+        block_loss(model, *frozen_weights(), batch, blocks, config).loss.backward()  # type: ignore[no-untyped-call]
     products = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
     unseen = replace(blocks, anchors=np.zeros_like(blocks.anchors), documents=np.zeros_like(blocks.documents))
     pairs_within_blocks = 2 * 6 * 2 * 32 * 32 * 4 * 4  # two full layers: products and passes, heads * D, rows, block size

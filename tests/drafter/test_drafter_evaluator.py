@@ -13,8 +13,9 @@ from common.acceptance import Acceptance
 from common.config import Config, DataConfig
 from common.dataset import DatasetWriter
 from services.drafter.evaluation import evaluate_batch, summarise, with_features_of_another_document
-from services.drafter.evaluator import NEVER, Evaluator
+from services.drafter.evaluator import Evaluator
 from services.drafter.model import DraftModel
+from services.drafter.run_state import RunState
 from services.drafter.step import PackedBatch
 
 LENGTHS = [20, 9, 14, 30, 12]
@@ -48,7 +49,6 @@ def totals(found: Acceptance) -> tuple[int, int]:
 def test_every_sample_counts_in_its_set_and_category(config: Config) -> None:
     model = DraftModel(config)
     evaluator = Evaluator(model, frozen_weights(), config)
-    assert evaluator.step == NEVER and evaluator.result() is None
     batches = [batch_of([0, 3]), batch_of([4, 1]), batch_of([2])]
     expected = np.zeros((len(LENGTHS), 4), dtype=np.int64)
     control = np.zeros(4, dtype=np.int64)
@@ -59,9 +59,10 @@ def test_every_sample_counts_in_its_set_and_category(config: Config) -> None:
         evaluator.begin()
         for batch in batches:
             evaluator.add(batch)
-        assert evaluator.close(alone, step=7, stopping=True)
-    found = evaluator.result()
-    assert found is not None and found.step == 7
+        rounds, stopping = evaluator.close(alone, stopping=True)
+        assert stopping
+    found = evaluator.summarise(rounds, step=7)
+    assert found.step == 7
     assert totals(found) == totals(summarise(expected.sum(0)))
     assert found.acceptance_other_prompt == summarise(control).acceptance
     rows = dict(found.rows())
@@ -73,10 +74,12 @@ def test_every_sample_counts_in_its_set_and_category(config: Config) -> None:
     assert found.num_tokens == sum(length - 3 for length in LENGTHS)  # two of the prompt, and the prefill's own
 
 
-def test_what_is_handed_over_is_the_result(config: Config) -> None:
-    evaluator, successor = (Evaluator(DraftModel(config), frozen_weights(), config) for _ in range(2))
+def test_a_rank_that_receives_the_run_state_has_the_evaluation(config: Config) -> None:
+    evaluator = Evaluator(DraftModel(config), frozen_weights(), config)
     evaluator.add(batch_of([0, 1, 2, 3, 4]))
-    assert not evaluator.close(alone, step=3, stopping=False)
-    successor.rounds.copy_(evaluator.rounds)
-    successor.step = evaluator.step
-    assert successor.result() == evaluator.result()
+    rounds, stopping = evaluator.close(alone, stopping=False)
+    sender, receiver = (RunState(evaluator.make_rounds(), evaluator.summarise) for _ in range(2))
+    sender.resume(12, None)
+    evaluation = sender.record_evaluation(rounds, step=3)
+    receiver.load_state_dict(sender.state_dict())
+    assert not stopping and receiver.evaluation == evaluation == evaluator.summarise(rounds, step=3)

@@ -9,13 +9,14 @@ from services.drafter.anchors import choose_blocks
 from services.drafter.gradients import Gradients
 from services.drafter.group import GroupBrokenError
 from services.drafter.model import DraftModel
-from services.drafter.step import block_loss, num_sums
+from services.drafter.step import block_loss
+from services.drafter.step_sums import StepSums
 
 CONFIG = make_config(["sliding_attention", "full_attention", "full_attention"], anchors_per_batch=64)
-NUM_SUMS = num_sums(BLOCK_SIZE)
+NUM_SUMS = StepSums.size(BLOCK_SIZE)
 
 
-def sums_of(model: DraftModel, seed: int) -> Tensor:
+def sums_of(model: DraftModel, seed: int) -> StepSums:
     batch = make_batch([9, 12, 5], seed=seed)
     return block_loss(model, *frozen_weights(), batch, choose_blocks(*metadata(batch), batch.sample_ids, 0, CONFIG), CONFIG)
 
@@ -24,7 +25,7 @@ def reference(seeds: list[int]) -> list[Tensor]:
     """The gradients of all batches as autograd adds them up."""
     model = DraftModel(CONFIG)
     for seed in seeds:
-        torch.autograd.backward(sums_of(model, seed)[0])
+        torch.autograd.backward(sums_of(model, seed).loss)
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
@@ -52,7 +53,7 @@ def test_every_bucket_is_summed_once_and_all_but_the_first_before_the_backward_p
     for seed, begin in ((0, None), (1, None), (2, log.begin)):
         sums = sums_of(model, seed)
         gradients.accumulate(sums, begin)
-        totals += sums.detach()
+        totals += sums.values.detach()
         if begin is None:
             assert not log.begun
     gradients.reduce(log.begin)
@@ -65,7 +66,7 @@ def test_every_bucket_is_summed_once_and_all_but_the_first_before_the_backward_p
     assert starts[0] + len(buckets[0]) == gradients.flat.storage_offset() + len(gradients.flat)
     expected = torch.cat([gradient.flatten() for gradient in reference([0, 1, 2])])
     torch.testing.assert_close(gradients.flat, 2.0 * expected, rtol=1e-5, atol=1e-5)
-    assert torch.equal(gradients.sums, 2.0 * totals)
+    assert torch.equal(gradients.sums.values, 2.0 * totals)
 
 
 @pytest.mark.parametrize("seeds", [[], [0], [0, 1]])

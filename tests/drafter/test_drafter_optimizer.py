@@ -13,6 +13,7 @@ from torch.multiprocessing.spawn import spawn
 
 from common.config import TrainConfig
 from services.drafter.optimizer import MasterAdamW, learning_rate
+from services.drafter.step_sums import StepSums
 
 TRAIN = TrainConfig(learning_rate=0.01, warmup_ratio=0.3, max_grad_norm=0.5, weight_decay=0.1)
 NUM_STEPS = 10
@@ -27,12 +28,12 @@ def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
     return model.to(dtype)
 
 
-def sums_of(model: nn.Module, batch: int) -> Tensor:
-    """The sums of one made-up batch: loss, weight, and one more."""
+def sums_of(model: nn.Module, batch: int) -> StepSums:
+    """The sums of one made-up batch; drafts accepted: its number."""
     parameter = next(model.parameters())
     rows = torch.randn(5, 4, generator=torch.Generator().manual_seed(batch)).to(parameter)
     loss = model(rows).square().sum().float()
-    return torch.cat([loss[None], torch.tensor([5.0, batch], device=parameter.device)])
+    return StepSums(torch.cat([loss[None], torch.tensor([5.0, batch, 0.0], device=parameter.device)]))
 
 
 def flat(model: nn.Module) -> Tensor:
@@ -48,14 +49,14 @@ def train(model: nn.Module, optimizer: MasterAdamW, steps: range) -> None:
 @pytest.mark.parametrize(("max_norm", "clips"), [(0.5, True), (1e4, False)])
 def test_steps_equal_torch_adamw_with_accumulation_and_clipping(max_norm: float, clips: bool) -> None:
     model, reference = make_model(), make_model()
-    optimizer = MasterAdamW(model, msgspec.structs.replace(TRAIN, max_grad_norm=max_norm), NUM_STEPS, num_sums=3)
+    optimizer = MasterAdamW(model, msgspec.structs.replace(TRAIN, max_grad_norm=max_norm), NUM_STEPS, block_size=1)
     adamw = torch.optim.AdamW(reference.parameters(), lr=0.01, weight_decay=0.1)
     for step in range(NUM_STEPS):
         for batch in (2 * step, 2 * step + 1):
             optimizer.gradients.accumulate(sums_of(model, batch))
         result = optimizer.step(step)
 
-        losses = [sums_of(reference, batch)[0] for batch in (2 * step, 2 * step + 1)]
+        losses = [sums_of(reference, batch).loss for batch in (2 * step, 2 * step + 1)]
         torch.autograd.backward(losses)
         for parameter in reference.parameters():
             assert parameter.grad is not None
@@ -68,7 +69,7 @@ def test_steps_equal_torch_adamw_with_accumulation_and_clipping(max_norm: float,
         assert (norm > max_norm) == clips
         torch.testing.assert_close(result.grad_norm, norm)
         torch.testing.assert_close(result.loss, sum(losses) / 10.0)
-        assert result.sums[1:].tolist() == [10.0, 4 * step + 1]
+        assert [float(result.sums.weight), float(result.sums.accepted)] == [10.0, 4 * step + 1]
         assert result.found_inf == 0
         torch.testing.assert_close(flat(model), flat(reference))
 
@@ -76,7 +77,7 @@ def test_steps_equal_torch_adamw_with_accumulation_and_clipping(max_norm: float,
 def test_bfloat16_models_learn_through_float32_masters() -> None:
     model = make_model(torch.bfloat16)
     slow = TrainConfig(learning_rate=1e-5, warmup_ratio=0.0)
-    optimizer = MasterAdamW(model, slow, NUM_STEPS, num_sums=3)
+    optimizer = MasterAdamW(model, slow, NUM_STEPS, block_size=1)
     before = optimizer.master.clone()
     train(model, optimizer, range(NUM_STEPS))
     moved = (optimizer.master - before).abs()
@@ -87,14 +88,14 @@ def test_bfloat16_models_learn_through_float32_masters() -> None:
 @pytest.mark.parametrize("where", ["gradient", "loss", "weight"])
 def test_a_step_that_is_not_finite_leaves_every_bit(where: str) -> None:
     model = make_model()
-    optimizer = MasterAdamW(model, TRAIN, NUM_STEPS, num_sums=3)
+    optimizer = MasterAdamW(model, TRAIN, NUM_STEPS, block_size=1)
     train(model, optimizer, range(3))
     weights, state = flat(model).clone(), {name: tensor.clone() for name, tensor in optimizer.state_dict().items()}
     optimizer.gradients.accumulate(sums_of(model, 3))
     if where == "gradient":
         optimizer.gradients.flat[0] = math.inf
     else:
-        optimizer.gradients.sums[0 if where == "loss" else 1] = math.nan
+        getattr(optimizer.gradients.sums, where).fill_(math.nan)
     result = optimizer.step(3)
     assert result.found_inf == 1
     assert torch.equal(flat(model), weights)
@@ -106,15 +107,15 @@ def test_a_step_that_is_not_finite_leaves_every_bit(where: str) -> None:
 
 def test_a_step_without_labels_is_finite() -> None:
     model = make_model()
-    optimizer = MasterAdamW(model, TRAIN, NUM_STEPS, num_sums=3)
-    optimizer.gradients.accumulate(sums_of(model, 0) * 0)
+    optimizer = MasterAdamW(model, TRAIN, NUM_STEPS, block_size=1)
+    optimizer.gradients.accumulate(StepSums(sums_of(model, 0).values * 0))
     assert optimizer.step(0).found_inf == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_resuming_from_a_saved_state_is_exact(dtype: torch.dtype) -> None:
     model = make_model(dtype)
-    optimizer = MasterAdamW(model, TRAIN, NUM_STEPS, num_sums=3)
+    optimizer = MasterAdamW(model, TRAIN, NUM_STEPS, block_size=1)
     train(model, optimizer, range(4))
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
@@ -124,7 +125,7 @@ def test_resuming_from_a_saved_state_is_exact(dtype: torch.dtype) -> None:
     other = make_model(dtype)
     with torch.no_grad():
         next(other.parameters()).zero_()
-    resumed = MasterAdamW(other, TRAIN, NUM_STEPS, num_sums=3)
+    resumed = MasterAdamW(other, TRAIN, NUM_STEPS, block_size=1)
     resumed.load_state_dict(torch.load(file, weights_only=True))
     train(other, resumed, range(4, NUM_STEPS))
     assert torch.equal(flat(other), flat(model))
@@ -132,8 +133,8 @@ def test_resuming_from_a_saved_state_is_exact(dtype: torch.dtype) -> None:
 
 
 def test_a_state_of_another_model_is_refused() -> None:
-    optimizer = MasterAdamW(make_model(), TRAIN, NUM_STEPS, num_sums=3)
-    other = MasterAdamW(nn.Linear(2, 2), TRAIN, NUM_STEPS, num_sums=3)
+    optimizer = MasterAdamW(make_model(), TRAIN, NUM_STEPS, block_size=1)
+    other = MasterAdamW(nn.Linear(2, 2), TRAIN, NUM_STEPS, block_size=1)
     with pytest.raises(ValueError, match=r"master: needed shape \(21,\), found \(6,\)"):
         optimizer.load_state_dict(other.state_dict())
     with pytest.raises(ValueError, match=r"master: needed shape .*, found none"):
@@ -154,19 +155,19 @@ def one_rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     model = make_model()
-    optimizer = MasterAdamW(model, TRAIN, NUM_STEPS, num_sums=3)
+    optimizer = MasterAdamW(model, TRAIN, NUM_STEPS, block_size=1)
     for step in range(3):
         optimizer.gradients.accumulate(sums_of(model, 2 * step + rank), dist.all_reduce)
         optimizer.gradients.reduce(dist.all_reduce)
         result = optimizer.step(step)
-    torch.save({"weights": flat(model), "sums": result.sums}, f"{folder}/{rank}.pt")
+    torch.save({"weights": flat(model), "sums": result.sums.values}, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
 def test_two_ranks_equal_one_bit_for_bit(tmp_path: Path) -> None:
     spawn(one_rank, args=(str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
     model = make_model()
-    optimizer = MasterAdamW(model, TRAIN, NUM_STEPS, num_sums=3)
+    optimizer = MasterAdamW(model, TRAIN, NUM_STEPS, block_size=1)
     for step in range(3):
         for batch in (2 * step, 2 * step + 1):
             optimizer.gradients.accumulate(sums_of(model, batch))
@@ -174,7 +175,7 @@ def test_two_ranks_equal_one_bit_for_bit(tmp_path: Path) -> None:
     for rank in range(2):
         saved = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         assert torch.equal(saved["weights"], flat(model))
-        assert torch.equal(saved["sums"], result.sums)
+        assert torch.equal(saved["sums"], result.sums.values)
 
 
 @pytest.mark.gpu
@@ -182,8 +183,8 @@ def test_two_ranks_equal_one_bit_for_bit(tmp_path: Path) -> None:
 def test_a_gpu_steps_as_the_cpu_does() -> None:
     model, other = make_model(), make_model().to("cuda")
     pair = [
-        (model, MasterAdamW(model, TRAIN, NUM_STEPS, num_sums=3)),
-        (other, MasterAdamW(other, TRAIN, NUM_STEPS, num_sums=3)),
+        (model, MasterAdamW(model, TRAIN, NUM_STEPS, block_size=1)),
+        (other, MasterAdamW(other, TRAIN, NUM_STEPS, block_size=1)),
     ]
     for step in range(3):
         for each, optimizer in pair:

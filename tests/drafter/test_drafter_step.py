@@ -15,7 +15,8 @@ from services.drafter.evaluation import evaluate_batch, matching_prefix, summari
 from services.drafter.loss import DPACE_SMOOTHING, decay_weights
 from services.drafter.model import DraftModel
 from services.drafter.optimizer import MasterAdamW
-from services.drafter.step import PackedBatch, block_hidden, block_loss, num_sums, predict_blocks
+from services.drafter.step import PackedBatch, block_hidden, block_loss, predict_blocks
+from services.drafter.step_sums import StepSums
 
 
 def test_sums_equal_their_definition() -> None:
@@ -25,16 +26,16 @@ def test_sums_equal_their_definition() -> None:
     sums = block_loss(model, embed, head, batch, blocks, config)
     hidden = block_hidden(model, embed, batch, blocks, config).view(-1, BLOCK_SIZE, HIDDEN_SIZE)
     decay = decay_weights(BLOCK_SIZE, config.train.decay_gamma)
-    expected = torch.zeros(num_sums(BLOCK_SIZE))
+    expected = StepSums(torch.zeros(StepSums.size(BLOCK_SIZE)))
     for block, slot in np.argwhere(blocks.label_mask):
         logits, label = head @ hidden[block, slot + 1], torch.tensor(blocks.labels[block, slot])
-        expected[0] += decay[slot] * F.cross_entropy(logits, label).detach()
-        expected[1] += decay[slot]
-        expected[3 + slot] += logits.argmax() == label
-        expected[3 + BLOCK_SIZE - 1 + slot] += 1
+        expected.loss.add_(decay[slot] * F.cross_entropy(logits, label).detach())
+        expected.weight.add_(decay[slot])
+        expected.correct[slot] += logits.argmax() == label
+        expected.labels[slot] += 1
     accepted = matching_prefix((hidden[:, 1:] @ head.T).argmax(-1).numpy(), blocks)
-    expected[2] = int(accepted[blocks.valid].sum())
-    torch.testing.assert_close(sums.detach(), expected)
+    expected.accepted.fill_(int(accepted[blocks.valid].sum()))
+    torch.testing.assert_close(sums.values.detach(), expected.values)
     predictions = predict_blocks(model, embed, head, batch, blocks, config)
     assert torch.equal(predictions, (hidden[:, 1:] @ head.T).argmax(-1))
 
@@ -46,8 +47,8 @@ def test_padding_adds_nothing_to_loss_and_gradients() -> None:
         config = make_config(anchors_per_batch=size)
         model = DraftModel(config)
         sums = block_loss(model, embed, head, batch, next(all_blocks(*metadata(batch), config)), config)
-        sums[0].backward()  # type: ignore[no-untyped-call]
-        results.append([sums.detach(), *(parameter.grad for parameter in model.parameters())])
+        sums.loss.backward()  # type: ignore[no-untyped-call]
+        results.append([sums.values.detach(), *(parameter.grad for parameter in model.parameters())])
     for few, many in zip(*results, strict=True):
         torch.testing.assert_close(few, many)
 
@@ -56,8 +57,8 @@ def test_a_batch_without_labels_gives_zero_gradients() -> None:
     config, batch, (embed, head) = make_config(), make_batch([2, 2]), frozen_weights()
     model = DraftModel(config)
     sums = block_loss(model, embed, head, batch, choose_blocks(*metadata(batch), batch.sample_ids, 0, config), config)
-    sums[0].backward()  # type: ignore[no-untyped-call]
-    assert not sums.any()
+    sums.loss.backward()  # type: ignore[no-untyped-call]
+    assert not sums.values.any()
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
 
 
@@ -70,7 +71,7 @@ def knowing_batch(device: str = "cpu") -> PackedBatch:
 
 def train(model: DraftModel, batch: PackedBatch, config: Config, num_steps: int) -> None:
     embed, head = frozen_weights(device=str(batch.hidden_states.device))
-    optimizer = MasterAdamW(model, config.train, num_steps, num_sums(BLOCK_SIZE))
+    optimizer = MasterAdamW(model, config.train, num_steps, BLOCK_SIZE)
     for step in range(num_steps):
         blocks = choose_blocks(*metadata(batch), batch.sample_ids, step, config)
         sums = block_loss(model, embed, head, batch, blocks, config)
@@ -111,7 +112,7 @@ def test_packed_documents_lose_what_each_loses_alone(loss: str) -> None:
     sums = []
     for part in parts:
         blocks = choose_blocks(*metadata(part), part.sample_ids, 0, config)
-        sums.append(block_loss(model, embed, head, part, blocks, config).detach())
+        sums.append(block_loss(model, embed, head, part, blocks, config).values.detach())
     torch.testing.assert_close(sums[0], torch.stack(sums[1:]).sum(0))
     assert sums[0][0] > 0
 
@@ -121,7 +122,7 @@ def test_dpace_divides_by_anchors_and_weighs_early_slots_more() -> None:
     model = DraftModel(config)
     blocks = choose_blocks(*metadata(batch), batch.sample_ids, 0, config)
     sums = block_loss(model, embed, head, batch, blocks, config)
-    assert sums[1] == blocks.valid.sum()
+    assert sums.weight == blocks.valid.sum()
     hidden = block_hidden(model, embed, batch, blocks, config).view(-1, BLOCK_SIZE, HIDDEN_SIZE).detach()
     expected = 0.0
     for block in np.flatnonzero(blocks.valid):
@@ -132,7 +133,7 @@ def test_dpace_divides_by_anchors_and_weighs_early_slots_more() -> None:
         weights = [sum(math.prod(smoothed[: j + 1]) for j in range(i, num_labels)) for i in range(num_labels)]
         assert weights == sorted(weights, reverse=True)
         expected += sum(weight * each for weight, each in zip(weights, losses, strict=False))
-    assert sums[0].item() == pytest.approx(expected, rel=1e-5)
+    assert sums.loss.item() == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.gpu
@@ -146,9 +147,12 @@ def test_a_gpu_computes_what_the_cpu_computes(layers: list[str]) -> None:
         model = DraftModel(config).to(device)
         blocks = choose_blocks(*metadata(batch), batch.sample_ids, 0, config)
         sums = block_loss(model, embed, head, batch, blocks, config)
-        sums[0].backward()  # type: ignore[no-untyped-call]
+        sums.loss.backward()  # type: ignore[no-untyped-call]
         results.append(
-            [sums.detach().cpu(), *(parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None)]
+            [
+                sums.values.detach().cpu(),
+                *(parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None),
+            ]
         )
     assert len(results[0]) == len(results[1]) == 1 + len(list(model.parameters()))
     for cpu, gpu in zip(*results, strict=True):
@@ -162,7 +166,7 @@ def test_a_training_step_never_waits_for_the_gpu() -> None:
     config, batch = make_config(dtype="bfloat16", head_dim=16, anchors_per_batch=64), knowing_batch("cuda")
     model = DraftModel(config).to("cuda")
     embed, head = (weight.bfloat16() for weight in frozen_weights(device="cuda"))
-    optimizer = MasterAdamW(model, config.train, 4, num_sums(BLOCK_SIZE))
+    optimizer = MasterAdamW(model, config.train, 4, BLOCK_SIZE)
     try:
         for step in range(4):
             torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first step may set things up

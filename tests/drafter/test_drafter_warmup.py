@@ -15,8 +15,7 @@ from common.errors import ConfigError
 from services.drafter.budget import with_anchors
 from services.drafter.model import DraftModel
 from services.drafter.optimizer import MasterAdamW
-from services.drafter.step import num_sums
-from services.drafter.trainee import Trainee, full_shape, make_up_batch
+from services.drafter.training_state import TrainingState, full_shape, make_up_batch
 from services.drafter.warmup import halved_shapes, warm_up
 
 
@@ -26,10 +25,10 @@ def config_of(max_tokens: int, anchors: int, bucket_lengths: list[int], **option
     return msgspec.structs.replace(config, plan=plan)
 
 
-def make_trainee(config: Config, device: str = "cpu") -> Trainee:
+def make_state(config: Config, device: str = "cpu") -> TrainingState:
     model = DraftModel(config, torch.device(device))
     embed, head = (weight.to(model.fc.weight.dtype) for weight in frozen_weights(device=device))
-    return Trainee(model, (embed, head), MasterAdamW(model, config.train, 10, num_sums(BLOCK_SIZE) + 1))
+    return TrainingState(model, (embed, head), MasterAdamW(model, config.train, 10, BLOCK_SIZE))
 
 
 def test_sizes_are_halved_down_to_a_block() -> None:
@@ -49,21 +48,21 @@ def test_the_first_batch_is_as_full_as_any_can_be() -> None:
 
 def test_no_bit_is_changed_and_a_stop_ends_it() -> None:
     config = config_of(128, 16, [32])
-    trainee = make_trainee(config)
-    model, _, optimizer = trainee
+    state = make_state(config)
+    model, _, optimizer = state
     before = {name: tensor.clone() for name, tensor in [*optimizer.state_dict().items(), *model.state_dict().items()]}
     turns: list[int] = []
-    warm_up(trainee, config, lambda: turns.append(1))
+    warm_up(state, config, lambda: turns.append(1))
     assert len(turns) == len(halved_shapes(config)) == 6
     after = {**optimizer.state_dict(), **model.state_dict()}
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    assert not optimizer.gradients.sums.any()
+    assert not optimizer.gradients.sums.values.any()
 
     def stop() -> None:
         raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        warm_up(trainee, config, stop)
+        warm_up(state, config, stop)
 
 
 def test_made_up_rows_are_various_and_move_no_random_number_of_a_run() -> None:
@@ -85,14 +84,14 @@ def test_after_it_no_size_compiles_anything(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     torch.compiler.reset()
     config = config_of(2048, 256, [64, 128], dtype="bfloat16", head_dim=16, anchors_per_document=64)
-    trainee = make_trainee(config, "cuda")
-    warm_up(trainee, config, lambda: None)
+    state = make_state(config, "cuda")
+    warm_up(state, config, lambda: None)
     kernels = set(tmp_path.rglob("*"))
     assert kernels
     with torch.compiler.set_stance("fail_on_recompile"):
         for shape in ((15, 127), (9, 101), (5, 64), (3, 33), (1, 77), (1, 19), (1, 5), (2, 2)):
-            trainee.rehearse_batch(make_up_batch(*shape, config, trainee.device), config)
-            trainee.rehearse_step()
+            state.rehearse_batch(make_up_batch(*shape, config, state.device), config)
+            state.rehearse_step()
     assert set(tmp_path.rglob("*")) == kernels
 
 
@@ -110,9 +109,9 @@ def whole_memory() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of itself
 def test_a_budget_that_does_not_fit_is_refused_with_one_that_does(whole_memory: None) -> None:
     config = config_of(1 << 16, 1 << 16, [1024], dtype="bfloat16", head_dim=16, anchors_per_document=1024)
-    trainee = make_trainee(config, "cuda")
+    state = make_state(config, "cuda")
     before = torch.cuda.memory_reserved()
-    warm_up(trainee, config, lambda: None)
+    warm_up(state, config, lambda: None)
     needed = torch.cuda.memory_reserved() - before
     gc.collect()
     torch.cuda.empty_cache()
@@ -121,11 +120,11 @@ def test_a_budget_that_does_not_fit_is_refused_with_one_that_does(whole_memory: 
     with pytest.raises(
         ConfigError, match=r"train.anchors_per_batch: needed at most \d+ for all .* of cuda.*, found 65536"
     ) as error:
-        warm_up(trainee, config, lambda: None)
+        warm_up(state, config, lambda: None)
     print(needed, error.value)
     assert torch.cuda.memory_allocated() == held
     match = re.search(r"at most (\d+)", str(error.value))
     assert match is not None
     fitting = int(match[1])
     assert 4096 <= fitting < 65536
-    warm_up(trainee, with_anchors(config, fitting), lambda: None)
+    warm_up(state, with_anchors(config, fitting), lambda: None)

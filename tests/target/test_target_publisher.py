@@ -106,7 +106,7 @@ class SmallTarget:
         writer = RingWriter(fd, self.layout, NUM_SLOTS)
         stagings = [Staging(self.layout, self.device) for _ in range(NUM_STAGINGS)]
         health = Health(actor.metrics, ForwardFlops(TargetModel.load(actor.config, CPU).decoder), self.device)
-        self.publisher = Publisher(actor, writer, NUM_SLOTS, stagings, health, self.device, PLAN_HASH)
+        self.publisher = Publisher(actor, writer, stagings, health, self.device, PLAN_HASH)
 
     def send(self, lease: Lease, rows: TargetRows, taps: list[torch.Tensor]) -> None:
         """What the service does with a batch, with given taps instead of a forward."""

@@ -3,15 +3,16 @@
 import torch
 
 from common.stopwatch import Stopwatch
-from services.drafter.journal import Journal, StepCost, StepFigures
 from services.drafter.optimizer import StepResult
 from services.drafter.quarantine import BatchFacts, QuarantinedBatch
+from services.drafter.step_metrics import MetricsReadback, StepCost, StepMetrics
+from services.drafter.step_sums import StepSums
 
 
 def make_result(loss: float, *, found_inf: float = 0.0, stop: float = 0.0) -> StepResult:
     """Of blocks of three: weighted loss and weight, slots accepted, right per slot, labels per slot, the stop flag."""
     sums = torch.tensor([loss * 2, 2.0, 5.0, 3.0, 1.0, 8.0, 4.0, stop])
-    return StepResult(torch.tensor(loss), torch.tensor(0.5), torch.tensor(found_inf), sums, torch.tensor(1.0))
+    return StepResult(torch.tensor(loss), torch.tensor(0.5), torch.tensor(found_inf), StepSums(sums), torch.tensor(1.0))
 
 
 def make_facts(batch: int, *, nonfinite: float = 0.0) -> BatchFacts:
@@ -33,11 +34,11 @@ def timed() -> Stopwatch:
 
 
 def test_figures_of_a_step_come_with_the_next() -> None:
-    journal = Journal(torch.device("cpu"), num_sums=8, num_batches=2)
-    assert journal.flush() is None
+    readback = MetricsReadback(torch.device("cpu"), num_sums=8, num_batches=2)
+    assert readback.flush() is None
     watches = [timed(), timed()]
-    assert journal.push(1, make_result(4.0), watches[0], COST, [make_facts(5), make_facts(6, nonfinite=3.0)]) is None
-    first = StepFigures(
+    assert readback.push(1, make_result(4.0), watches[0], COST, [make_facts(5), make_facts(6, nonfinite=3.0)]) is None
+    first = StepMetrics(
         step=1,
         loss=4.0,
         grad_norm=0.5,
@@ -51,21 +52,21 @@ def test_figures_of_a_step_come_with_the_next() -> None:
         cost=COST,
         batches=[make_record(5), make_record(6, nonfinite=3)],
     )
-    assert journal.push(2, make_result(2.0, found_inf=1.0, stop=1.0), watches[1], COST, [make_facts(9)]) == first
+    assert readback.push(2, make_result(2.0, found_inf=1.0, stop=1.0), watches[1], COST, [make_facts(9)]) == first
     second = first._replace(step=2, loss=2.0, skipped=True, stop_requested=True, laps_s=watches[1].laps_s())
-    assert journal.flush() == second._replace(num_skipped=1, batches=[make_record(9)])
+    assert readback.flush() == second._replace(num_skipped=1, batches=[make_record(9)])
     assert list(second.laps_s) == ["forward_backward_s", "optimizer_s"]
     assert all(lap >= 0 for lap in second.laps_s.values())
-    assert journal.flush() is None
+    assert readback.flush() is None
 
 
 def test_figures_are_those_of_the_moment_they_were_sent_off() -> None:
-    journal = Journal(torch.device("cpu"), num_sums=8, num_batches=1)
+    readback = MetricsReadback(torch.device("cpu"), num_sums=8, num_batches=1)
     result, facts = make_result(4.0), make_facts(5)
-    journal.push(1, result, timed(), COST, [facts])
-    for tensor in (result.loss, result.grad_norm, result.sums, facts.facts):
+    readback.push(1, result, timed(), COST, [facts])
+    for tensor in (result.loss, result.grad_norm, result.sums.values, facts.facts):
         tensor.zero_()
-    figures = journal.flush()
+    figures = readback.flush()
     assert figures is not None
     assert (figures.loss, figures.grad_norm, figures.num_labels) == (4.0, 0.5, [8, 4])
     assert figures.batches == [make_record(5)]

@@ -1,4 +1,4 @@
-"""What a rank keeps of the run on disk: where it stands, and the drafter it ends with."""
+"""Resuming, saving and exporting a run: everything a rank reads from or writes to the run directory's drafter."""
 
 import logging
 from pathlib import Path
@@ -14,12 +14,13 @@ from services.drafter.drafter_folder import read_fitting_drafter
 from services.drafter.export import export
 from services.drafter.model import DraftModel
 from services.drafter.optimizer import MasterAdamW
+from services.drafter.run_state import RunState
 
 log = logging.getLogger(__name__)
 
 
-class Snapshots:
-    """The checkpoints and the export of one run; rank 0 writes, all read."""
+class Checkpointer:
+    """The checkpoints and the export of one run; rank 0 writes, all ranks read."""
 
     def __init__(self, run_dir: Path, config: Config, welcome: Welcome, rank: int) -> None:
         self._run_dir = run_dir
@@ -28,12 +29,14 @@ class Snapshots:
         self._num_batches, self._num_steps = welcome.num_batches, welcome.num_steps
         self._identity = checkpoints.draft_identity(config)
         self._writes = rank == 0
-        self.evaluation: Evaluation | None = None  # the latest, for checkpoint and export
 
-    def resume(self, model: DraftModel, optimizer: MasterAdamW) -> int:
-        """Take over the newest whole checkpoint, else what `draft.init` names; returns the next batch of the sequence.
+    def resume(self, model: DraftModel, optimizer: MasterAdamW) -> tuple[int, Evaluation | None]:
+        """Load the newest whole checkpoint, or else the drafter that `draft.init` names.
 
         Every rank decides for itself and finds the same. Damaged checkpoints are named in the log and set aside.
+
+        Returns:
+            The next batch of the sequence, and the evaluation of the loaded weights.
 
         Raises:
             CheckpointError: all checkpoints are damaged, or the newest whole one is of another plan or draft model; or
@@ -42,30 +45,29 @@ class Snapshots:
         damaged: dict[Path, DamagedCheckpointError] = {}
         for folder in reversed(checkpoints.find_all(self._run_dir)):
             try:
-                next_batch = self._take_over(folder, model, optimizer)
+                found = self._load(folder, model, optimizer)
             except DamagedCheckpointError as error:
                 log.error("%s; an older checkpoint is looked for", error)
                 damaged[folder] = error
                 continue
             for other in damaged if self._writes else ():
                 checkpoints.set_aside(other)
-            return next_batch
+            return found
         if damaged:
             newest = next(iter(damaged.values()))
             raise CheckpointError(f"needed a checkpoint that is whole, found none of {len(damaged)}: {newest}")
         self._begin(model, optimizer)
-        return 0
+        return 0, None
 
-    def _take_over(self, folder: Path, model: DraftModel, optimizer: MasterAdamW) -> int:
+    def _load(self, folder: Path, model: DraftModel, optimizer: MasterAdamW) -> tuple[int, Evaluation | None]:
         checkpoint, weights, state = checkpoints.load(folder, self._identity, self._plan_hash)
         self._check_cursor(folder, checkpoint)
         try:
             optimizer.load_state_dict({**state, "master": optimizer.flatten(model, weights)})
         except ValueError as error:
             raise DamagedCheckpointError(f"{folder}: {error}") from error
-        self.evaluation = checkpoint.evaluation
         log.info("resumed from %s at batch %d", folder, checkpoint.next_batch)
-        return checkpoint.next_batch
+        return checkpoint.next_batch, checkpoint.evaluation
 
     def _check_cursor(self, folder: Path, checkpoint: Checkpoint) -> None:
         """A record without a checksum may say anything; one of the end of the sequence must be of the last step."""
@@ -77,7 +79,7 @@ class Snapshots:
             raise DamagedCheckpointError(f"{folder}: step: needed at most {self._num_steps}, found {step} at batch {batch}")
 
     def _begin(self, model: DraftModel, optimizer: MasterAdamW) -> None:
-        """A warm start takes the weights as they are stored, in float32 masters, and no optimizer state."""
+        """Load the weights of `draft.init` as they are stored into the float32 masters; it has no optimizer state."""
         draft = self._config.draft
         if not draft.init:
             return
@@ -88,25 +90,28 @@ class Snapshots:
         optimizer.load_state_dict({**optimizer.state_dict(), "master": optimizer.flatten(model, drafter.weights())})
         log.info("begins from %s (%s layout)", draft.init, drafter.layout)
 
-    def is_worth_keeping(self) -> bool:
-        """Whether the weights that were just evaluated belong on disk: their checkpoint is there, or none is better.
+    def is_worth_keeping(self, evaluation: Evaluation) -> bool:
+        """Return True if the weights that were just evaluated belong on disk: they are there already, or are the best.
 
-        The weights that a run began with are not: who has them has them already.
+        The initial weights are not worth a checkpoint: they can be made again.
         """
-        evaluation, best = self.evaluation, find_best(self._run_dir)
-        if evaluation is None or checkpoints.checkpoint_folder(self._run_dir, evaluation.step).exists():
-            return evaluation is not None
+        if checkpoints.checkpoint_folder(self._run_dir, evaluation.step).exists():
+            return True
+        best = find_best(self._run_dir)
         return evaluation.step > 0 and (best is None or evaluation.acceptance > best.acceptance)
 
-    def save(self, model: DraftModel, optimizer: MasterAdamW, step: int, next_batch: int, *, required: bool) -> None:
-        """Write a checkpoint; a disk that refuses ends the run only where the checkpoint is `required`."""
+    def save(self, model: DraftModel, optimizer: MasterAdamW, run: RunState, step: int, *, required: bool) -> None:
+        """Write a checkpoint; a disk error ends the run only if the checkpoint is `required`."""
         if not self._writes:
             return
         state = optimizer.state_dict()
         del state["master"]
-        evaluation = self._measured(step)
         checkpoint = Checkpoint(
-            step=step, next_batch=next_batch, plan_hash=self._plan_hash, draft=self._identity, evaluation=evaluation
+            step=step,
+            next_batch=run.position,
+            plan_hash=self._plan_hash,
+            draft=self._identity,
+            evaluation=run.evaluation_of(step),
         )
         try:
             checkpoints.save(self._run_dir, checkpoint, optimizer.master_weights(model), state, self._config.checkpoint.keep)
@@ -115,13 +120,8 @@ class Snapshots:
                 raise
             log.error("%s; the run goes on without this checkpoint", error)
 
-    def export(self, model: DraftModel, optimizer: MasterAdamW) -> None:
+    def export(self, model: DraftModel, optimizer: MasterAdamW, run: RunState) -> None:
         """Write `<run>/export`."""
         if self._writes:
-            weights = optimizer.master_weights(model)
-            step = optimizer.num_steps
-            export(self._run_dir / "export", self._config, weights, step, self._measured(step))
-
-    def _measured(self, step: int) -> Evaluation | None:
-        """The latest evaluation where it is of these very weights."""
-        return self.evaluation if self.evaluation is not None and self.evaluation.step == step else None
+            weights, step = optimizer.master_weights(model), optimizer.num_steps
+            export(self._run_dir / "export", self._config, weights, step, run.evaluation_of(step))

@@ -1,4 +1,4 @@
-"""What is trained, and steps of made-up batches that change no bit of it: to time, to compile, to fill the memory.
+"""Model and optimizer, and steps of made-up batches that do not change them: to time, to compile, to fill the memory.
 
 Shapes: D documents, T = D * length rows, K taps, H hidden.
 """
@@ -17,8 +17,8 @@ from services.drafter.optimizer import MasterAdamW
 from services.drafter.step import PackedBatch, block_loss
 
 
-class Trainee(NamedTuple):
-    """All that a step needs."""
+class TrainingState(NamedTuple):
+    """Model, frozen weights and optimizer: everything a training step reads or changes."""
 
     model: DraftModel
     frozen: tuple[torch.Tensor, Head]  # the target's embedding, and its head as the loss uses it
@@ -26,26 +26,25 @@ class Trainee(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        """Where all of it is."""
+        """The device that holds all of it."""
         return self.frozen[0].device
 
     def rehearse_batch(self, batch: PackedBatch, config: Config, epoch: int = 0) -> None:
-        """Forward and backward; `rehearse_step` must follow."""
+        """Run forward and backward; `rehearse_step` must follow."""
         rows = batch.input_ids, batch.loss_mask, batch.cu_seqlens, batch.sample_ids
         sums = block_loss(self.model, *self.frozen, batch, choose_blocks(*rows, epoch, config), config)
-        gradients = self.optimizer.gradients
-        gradients.accumulate(torch.cat([sums, sums.new_zeros(len(gradients.sums) - len(sums))]))
+        self.optimizer.gradients.accumulate(sums)
 
     def rehearse_step(self) -> None:
-        """The optimizer's step with a loss that is not a number, which changes nothing but empties the gradients."""
-        self.optimizer.gradients.sums[0] = math.nan
+        """Step the optimizer with a NaN loss, which changes no weight or state and empties the gradients."""
+        self.optimizer.gradients.sums.loss.fill_(math.nan)
         self.optimizer.step(0)
 
 
 def make_up_batch(num_documents: int, length: int, config: Config, device: torch.device) -> PackedBatch:
-    """Documents of one length, all supervised, with random tokens and hidden states [T, K, H].
+    """Make documents of one length, all supervised, with random tokens and hidden states [T, K, H].
 
-    Random as a run's own: measured with ones alone, a drafter for an 8B target promised 6 % more than it then made.
+    Values are random like those of a run: a GPU computes faster with constant values, so a measurement would promise too much.
     """
     num_tokens, shape = num_documents * length, (len(config.draft.tap_layers), config.shape.hidden_size)
     dtype: torch.dtype = getattr(torch, config.ring.dtype)
@@ -60,7 +59,7 @@ def make_up_batch(num_documents: int, length: int, config: Config, device: torch
 
 
 def full_shape(config: Config) -> tuple[int, int]:
-    """Documents of the bucket that can fill a batch best, the middle one if it can: how many, and how long."""
+    """Return number and length of documents of the bucket that fills a batch best; prefer the middle bucket."""
     plan, middle = config.plan, len(config.plan.bucket_lengths) // 2
     outwards = sorted(range(len(plan.bucket_lengths)), key=lambda bucket: abs(bucket - middle))
     lengths = [plan.bucket_lengths[bucket] for bucket in outwards]
@@ -69,5 +68,5 @@ def full_shape(config: Config) -> tuple[int, int]:
 
 
 def _generator(device: torch.device) -> torch.Generator:
-    """One of its own: who rehearses must not move the random numbers of a run."""
+    """Make a private generator: a rehearsal must not change the random numbers of a run."""
     return torch.Generator(device).manual_seed(0)

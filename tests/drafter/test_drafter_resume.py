@@ -12,6 +12,7 @@ import torch
 from made_up_batches import make_config, make_evaluation
 from safetensors.torch import save_file
 
+from common.acceptance import Evaluation
 from common.config import Config
 from common.drafter_files import fingerprint_drafter
 from common.errors import CheckpointError
@@ -20,7 +21,8 @@ from services.drafter.checkpoint import checkpoint_folder, read_checkpoint
 from services.drafter.export import export
 from services.drafter.model import DraftModel
 from services.drafter.optimizer import MasterAdamW
-from services.drafter.snapshots import Snapshots
+from services.drafter.resume import Checkpointer
+from services.drafter.run_state import RunState
 
 WELCOME = Welcome(b"p" * 16, num_batches=240, num_steps=40)
 
@@ -31,40 +33,42 @@ def make_model(config: Config, fill: float) -> tuple[DraftModel, MasterAdamW]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(fill)
-    return model, MasterAdamW(model, config.train, num_steps=10, num_sums=2)
+    return model, MasterAdamW(model, config.train, num_steps=10, block_size=1)
+
+
+def run_at(position: int, evaluation: Evaluation | None = None) -> RunState:
+    run = RunState(torch.zeros(2, 4, dtype=torch.int64), lambda rounds, step: make_evaluation(step, 1.5))
+    run.resume(position, evaluation)
+    return run
 
 
 def test_a_rank_takes_over_what_rank_0_saved(tmp_path: Path) -> None:
     config = make_config()
-    saved = Snapshots(tmp_path, config, WELCOME, rank=0)
-    saved.evaluation = make_evaluation(4, 1.5)
-    saved.save(*make_model(config, 0.25), step=4, next_batch=24, required=True)
+    saved = Checkpointer(tmp_path, config, WELCOME, rank=0)
+    saved.save(*make_model(config, 0.25), run_at(24, make_evaluation(4, 1.5)), step=4, required=True)
     model, optimizer = make_model(config, 0.5)
-    taken_over = Snapshots(tmp_path, config, WELCOME, rank=1)
-    assert taken_over.resume(model, optimizer) == 24
-    assert taken_over.evaluation == saved.evaluation
+    taken_over = Checkpointer(tmp_path, config, WELCOME, rank=1)
+    assert taken_over.resume(model, optimizer) == (24, make_evaluation(4, 1.5))
     assert bool((optimizer.master == 0.25).all())
     assert all(bool((parameter == 0.25).all()) for parameter in model.parameters())
 
 
 def test_a_checkpoint_knows_the_acceptance_of_its_own_weights_only(tmp_path: Path) -> None:
-    snapshots = Snapshots(tmp_path, make_config(), WELCOME, rank=0)
-    snapshots.evaluation = make_evaluation(4, 1.5)
+    checkpointer = Checkpointer(tmp_path, make_config(), WELCOME, rank=0)
     for step in (4, 8):
-        snapshots.save(*make_model(make_config(), 0.25), step=step, next_batch=6 * step, required=True)
+        checkpointer.save(*make_model(make_config(), 0.25), run_at(6 * step, make_evaluation(4, 1.5)), step, required=True)
     found = [read_checkpoint(checkpoint_folder(tmp_path, step)).evaluation for step in (4, 8)]
     assert found == [make_evaluation(4, 1.5), None]
 
 
 def test_what_is_worth_keeping_after_an_evaluation(tmp_path: Path) -> None:
-    snapshots = Snapshots(tmp_path, make_config(), WELCOME, rank=0)
-    assert not snapshots.is_worth_keeping()
+    checkpointer = Checkpointer(tmp_path, make_config(), WELCOME, rank=0)
     for step, acceptance, worth in [(0, 1.1, False), (3, 1.5, True), (6, 1.5, False), (9, 1.4, False), (12, 1.6, True)]:
-        snapshots.evaluation = make_evaluation(step, acceptance)
-        assert snapshots.is_worth_keeping() is worth
+        evaluation = make_evaluation(step, acceptance)
+        assert checkpointer.is_worth_keeping(evaluation) is worth
         if worth:
-            snapshots.save(*make_model(make_config(), 0.25), step=step, next_batch=step, required=False)
-            assert snapshots.is_worth_keeping()  # its record may learn more
+            checkpointer.save(*make_model(make_config(), 0.25), run_at(step, evaluation), step, required=False)
+            assert checkpointer.is_worth_keeping(evaluation)  # its record may learn more
 
 
 def test_a_warm_start_takes_float32_weights_and_no_others(tmp_path: Path) -> None:
@@ -74,20 +78,20 @@ def test_a_warm_start_takes_float32_weights_and_no_others(tmp_path: Path) -> Non
     save_file(weights, tmp_path / "drafter" / "model.safetensors")  # finer than an export's
     started = with_init(config, tmp_path / "drafter")
     model, optimizer = make_model(config, 0.5)
-    assert Snapshots(tmp_path, started, WELCOME, rank=0).resume(model, optimizer) == 0
+    assert Checkpointer(tmp_path, started, WELCOME, rank=0).resume(model, optimizer) == (0, None)
     assert torch.equal(optimizer.master, optimizer.flatten(model, weights))
     assert torch.equal(model.fc.weight, weights["fc.weight"].bfloat16())
     assert not optimizer.exp_avg.any()
 
     other = msgspec.structs.replace(started, draft=msgspec.structs.replace(started.draft, init_fingerprint="0" * 64))
     with pytest.raises(CheckpointError, match=r"draft\.init: .* needed the contents 000000000000, found"):
-        Snapshots(tmp_path, other, WELCOME, rank=0).resume(model, optimizer)
+        Checkpointer(tmp_path, other, WELCOME, rank=0).resume(model, optimizer)
     other = with_init(make_config(sliding_window=9), tmp_path / "drafter")
     with pytest.raises(CheckpointError, match="sliding_window: needed 9, found 5"):
-        Snapshots(tmp_path, other, WELCOME, rank=0).resume(model, optimizer)
+        Checkpointer(tmp_path, other, WELCOME, rank=0).resume(model, optimizer)
 
-    Snapshots(tmp_path, started, WELCOME, rank=0).save(*make_model(config, 0.25), step=4, next_batch=24, required=True)
-    assert Snapshots(tmp_path, started, WELCOME, rank=0).resume(model, optimizer) == 24  # a checkpoint goes before
+    Checkpointer(tmp_path, started, WELCOME, rank=0).save(*make_model(config, 0.25), run_at(24), step=4, required=True)
+    assert Checkpointer(tmp_path, started, WELCOME, rank=0).resume(model, optimizer) == (24, None)  # a checkpoint goes before
     assert bool((optimizer.master == 0.25).all())
 
 
@@ -99,16 +103,16 @@ def with_init(config: Config, folder: Path) -> Config:
 def test_without_a_checkpoint_a_run_starts_at_its_first_batch(tmp_path: Path) -> None:
     config = make_config()
     model, optimizer = make_model(config, 0.5)
-    assert Snapshots(tmp_path, config, WELCOME, rank=0).resume(model, optimizer) == 0
+    assert Checkpointer(tmp_path, config, WELCOME, rank=0).resume(model, optimizer) == (0, None)
     assert bool((optimizer.master == 0.5).all())
 
 
 def test_only_rank_0_writes(tmp_path: Path) -> None:
     config = make_config()
-    snapshots = Snapshots(tmp_path, config, WELCOME, rank=1)
+    checkpointer = Checkpointer(tmp_path, config, WELCOME, rank=1)
     model, optimizer = make_model(config, 0.5)
-    snapshots.save(model, optimizer, step=4, next_batch=24, required=True)
-    snapshots.export(model, optimizer)
+    checkpointer.save(model, optimizer, run_at(24), step=4, required=True)
+    checkpointer.export(model, optimizer, run_at(24))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -117,22 +121,22 @@ def test_a_disk_that_refuses_ends_the_run_only_where_the_checkpoint_is_needed(
 ) -> None:
     config = make_config()
     (tmp_path / "checkpoints").write_text("in the way")
-    snapshots = Snapshots(tmp_path, config, WELCOME, rank=0)
+    checkpointer = Checkpointer(tmp_path, config, WELCOME, rank=0)
     model, optimizer = make_model(config, 0.5)
     with caplog.at_level(logging.ERROR):
-        snapshots.save(model, optimizer, step=4, next_batch=24, required=False)
+        checkpointer.save(model, optimizer, run_at(24), step=4, required=False)
     assert "not written" in caplog.text
     assert "the run goes on without this checkpoint" in caplog.text
     with pytest.raises(CheckpointError, match="not written"):
-        snapshots.save(model, optimizer, step=4, next_batch=24, required=True)
+        checkpointer.save(model, optimizer, run_at(24), step=4, required=True)
 
 
 def test_a_checkpoint_of_another_plan_is_not_taken_over(tmp_path: Path) -> None:
     config = make_config()
-    Snapshots(tmp_path, config, WELCOME, rank=0).save(*make_model(config, 0.25), step=4, next_batch=24, required=True)
+    Checkpointer(tmp_path, config, WELCOME, rank=0).save(*make_model(config, 0.25), run_at(24), step=4, required=True)
     model, optimizer = make_model(config, 0.5)
     with pytest.raises(CheckpointError, match="of another batch plan"):
-        Snapshots(tmp_path, config, Welcome(b"q" * 16, 240, 40), rank=0).resume(model, optimizer)
+        Checkpointer(tmp_path, config, Welcome(b"q" * 16, 240, 40), rank=0).resume(model, optimizer)
     assert bool((optimizer.master == 0.5).all())
 
 
@@ -158,9 +162,9 @@ def write_record(folder: Path, **changes: int) -> None:
 
 def save_two(run_dir: Path) -> list[Path]:
     """Steps 4 and 8 with other weights each, without checksums."""
-    snapshots = Snapshots(run_dir, PAIRS, WELCOME, rank=0)
+    checkpointer = Checkpointer(run_dir, PAIRS, WELCOME, rank=0)
     for step in (4, 8):
-        snapshots.save(*make_model(PAIRS, step / 16), step=step, next_batch=6 * step, required=True)
+        checkpointer.save(*make_model(PAIRS, step / 16), run_at(6 * step), step=step, required=True)
     folders = [checkpoint_folder(run_dir, step) for step in (4, 8)]
     for folder in folders:
         write_record(folder)
@@ -208,7 +212,7 @@ def test_the_newest_whole_checkpoint_is_taken_and_the_damaged_one_is_named(
     spoil(newer, how, tmp_path / "ran")
     model, optimizer = make_model(PAIRS, 0.5)
     for rank in (1, 0):
-        assert Snapshots(tmp_path, PAIRS, WELCOME, rank=rank).resume(model, optimizer) == 24
+        assert Checkpointer(tmp_path, PAIRS, WELCOME, rank=rank).resume(model, optimizer) == (24, None)
         assert bool((optimizer.master == 0.25).all())
     assert str(newer) in caplog.text
     assert sorted(path.name for path in older.parent.iterdir()) == [older.name, f"{newer.name}.damaged"]
@@ -222,7 +226,7 @@ def test_without_a_whole_checkpoint_nothing_is_begun_and_nothing_moved(tmp_path:
         spoil(folder, how, tmp_path / "ran")
     found = f"^needed a checkpoint that is whole, found none of 2: {folders[1]}.*{KINDS[how]}"
     with pytest.raises(CheckpointError, match=found) as caught:
-        Snapshots(tmp_path, PAIRS, WELCOME, rank=0).resume(*make_model(PAIRS, 0.5))
+        Checkpointer(tmp_path, PAIRS, WELCOME, rank=0).resume(*make_model(PAIRS, 0.5))
     assert "\n" not in str(caught.value)
     assert sorted(folders[0].parent.iterdir()) == folders
     assert not (tmp_path / "ran").exists()
@@ -231,5 +235,5 @@ def test_without_a_whole_checkpoint_nothing_is_begun_and_nothing_moved(tmp_path:
 def test_a_checkpoint_of_before_there_were_checksums_is_taken_as_it_is(tmp_path: Path) -> None:
     save_two(tmp_path)
     model, optimizer = make_model(PAIRS, 0.75)
-    assert Snapshots(tmp_path, PAIRS, WELCOME, rank=0).resume(model, optimizer) == 48
+    assert Checkpointer(tmp_path, PAIRS, WELCOME, rank=0).resume(model, optimizer) == (48, None)
     assert bool((optimizer.master == 0.5).all())

@@ -1,0 +1,94 @@
+"""The progress of a run: the state that is neither weights nor optimizer state.
+
+    unknown --resume (from disk)--------------------------> known --advance, record_step, record_evaluation--> known
+       |                                                      ^
+       +----begin_transfer--> partial --load_state_dict-------+
+                                 |
+                                 +--the sender died--> resume, or an error where the disk has no checkpoint
+
+G groups of evaluation samples, B block size.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from common.acceptance import Evaluation
+
+UNKNOWN = -1
+
+
+class RunState:
+    """Progress of one rank; equal on all ranks that are at the same position.
+
+    Attributes:
+        position: the first batch of the sequence that is not in the weights; UNKNOWN until resumed or received.
+        num_skipped: steps that were not finite, in a row up to now.
+        evaluation: the last evaluation, for checkpoint and export.
+    """
+
+    def __init__(self, rounds: Tensor, summarise: Callable[[Tensor, int], Evaluation]) -> None:
+        """Begin without a position.
+
+        Args:
+            rounds: int64 [G + 1, B] on the device, for the counts of the last evaluation (see `Evaluator.close`).
+            summarise: makes an evaluation of such counts and the number of optimizer steps before it.
+        """
+        self.position = UNKNOWN
+        self.num_skipped = 0
+        self.evaluation: Evaluation | None = None
+        self._evaluated_at = UNKNOWN  # the position right after the last evaluation
+        self._evaluated_step = UNKNOWN
+        self._rounds = rounds
+        self._summarise = summarise
+        self._is_partial = False  # a transfer of weights from another rank was interrupted; the weights are unusable
+
+    @property
+    def is_just_evaluated(self) -> bool:
+        """True if the last evaluation measured the present weights."""
+        return self.position == self._evaluated_at
+
+    def evaluation_of(self, step: int) -> Evaluation | None:
+        """Return the last evaluation if it measured the weights after `step` optimizer steps."""
+        return self.evaluation if self.evaluation is not None and self.evaluation.step == step else None
+
+    def resume(self, position: int, evaluation: Evaluation | None) -> None:
+        """Take the position of a checkpoint, or 0 for the beginning of the run.
+
+        Raises:
+            RuntimeError: there is no checkpoint, and the first weights are partly overwritten.
+        """
+        if position == 0 and self._is_partial:
+            raise RuntimeError("the rank that sent its state died meanwhile, and there is no checkpoint: start afresh")
+        self.position, self.evaluation, self.num_skipped = position, evaluation, 0
+        self._evaluated_at = self._evaluated_step = UNKNOWN
+        self._is_partial = False
+
+    def record_step(self, *, skipped: bool) -> None:
+        """Count the steps in a row that were skipped."""
+        self.num_skipped = self.num_skipped + 1 if skipped else 0
+
+    def record_evaluation(self, rounds: Tensor, step: int) -> Evaluation:
+        """Keep and return an evaluation that ended at the present position (waits for the device)."""
+        self._rounds.copy_(rounds)
+        self._evaluated_at, self._evaluated_step = self.position, step
+        self.evaluation = self._summarise(self._rounds, step)
+        return self.evaluation
+
+    def begin_transfer(self) -> None:
+        """Mark the weights as unusable until the state of another rank is complete."""
+        self.position, self._is_partial = UNKNOWN, True
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the state as tensors, to be overwritten by another rank's."""
+        counters = [self.position, self.num_skipped, self._evaluated_step, self._evaluated_at]
+        return {"counters": torch.tensor(counters, device=self._rounds.device), "rounds": self._rounds}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take over another rank's state."""
+        self._rounds.copy_(state["rounds"])
+        self.position, self.num_skipped, self._evaluated_step, self._evaluated_at = state["counters"].tolist()
+        if self._evaluated_step != UNKNOWN:
+            self.evaluation = self._summarise(self._rounds, self._evaluated_step)
+        self._is_partial = False
