@@ -40,7 +40,9 @@ def refuse_special_mask(folder: Path, mask_token_id: int) -> None:
     """Raise ConfigError where text contains the mask token: it begins, ends or pads a text of this target."""
     for key, path, found in _special_ids(folder):
         if mask_token_id in (found if isinstance(found, list) else [found]):
-            raise ConfigError(f"draft.mask_token_id: needed an id that text never contains, found {key} of {path}")
+            raise ConfigError(
+                f"draft.mask_token_id: needed an id that text never contains, found {mask_token_id}, the {key} of {path}"
+            )
 
 
 def _quantization(value: Any) -> Iterator[str]:

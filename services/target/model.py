@@ -53,7 +53,9 @@ class TargetModel:
         found = _first_input(self.decoder, self._layers[0], input_ids[None])
         if not torch.equal(found, embedding.weight[None, input_ids]):
             kind = self.decoder.config.model_type
-            raise ModelError(f"model.path: needed a target that does not change its embedding before the first layer, found {kind}")
+            raise ModelError(
+                f"model.path: needed a target that does not change its embedding before the first layer, found {kind}"
+            )
 
     @property
     def vocab_size(self) -> int:
