@@ -13,6 +13,7 @@ import msgspec
 from common.errors import ConfigError
 from common.json_file import write_json
 from common.limits import check
+from common.target_limits import refuse_quantized, refuse_scaled_embedding, refuse_special_mask
 from common.target_shape import TargetShape, default_tap_layers, read_target_shape
 
 DType = Literal["float32", "bfloat16"]
@@ -36,7 +37,7 @@ class DraftConfig(Section, frozen=True, kw_only=True):
 
     num_layers: int = 5
     block_size: int = 16
-    mask_token_id: int  # a vocabulary id that text never contains, never pad or eos
+    mask_token_id: int  # a vocabulary id that text never contains, never bos, eos or pad
     tap_layers: list[int] = []  # zero-based decoder layers of the target
     layer_types: list[LayerType] = []  # [] means full attention everywhere
     sliding_window: int = 0
@@ -192,11 +193,17 @@ class Config(Section, frozen=True, kw_only=True):
         return self.plan.batches_per_step // self.num_drafters
 
 
-def load(path: Path, overrides: list[str]) -> Config:
+def load(path: Path, overrides: list[str], stand_in: Path | None = None) -> Config:
     """Read a TOML file, apply `key=value` overrides, check everything, fill in the defaults.
+
+    Args:
+        path: of the TOML file.
+        overrides: applied in their order, so the last one wins.
+        stand_in: a folder whose config.json is read instead where model.path does not exist.
 
     Raises:
         ConfigError: the file, a key or a combination of keys is wrong; the message names the key.
+        ModelError: the target's folder is missing, or is of a kind that cannot be trained for.
     """
     try:
         tree = tomllib.loads(path.read_text())
@@ -214,8 +221,12 @@ def load(path: Path, overrides: list[str]) -> Config:
         raise ConfigError(f"{path}: {_name_the_key(str(error))}") from error
     if config.draft.init_fingerprint:
         raise ConfigError(f"{path}: draft.init_fingerprint is made from draft.init, not set")
-    config = _fill_in(config)
+    folder = Path(config.model.path).expanduser()
+    if stand_in is not None and not folder.exists():
+        folder = stand_in
+    config = _fill_in(config, folder)
     check(config)
+    _check_target(config, folder)
     return config
 
 
@@ -256,8 +267,15 @@ def _name_the_key(message: str) -> str:
     return message.replace("`$.", "`").replace("- at `$`", "at the top level").replace(" - at", " at")
 
 
-def _fill_in(config: Config) -> Config:
-    shape = read_target_shape(Path(config.model.path).expanduser())
+def _check_target(config: Config, folder: Path) -> None:
+    if not config.model.random_init:
+        refuse_quantized(folder)
+    refuse_scaled_embedding(folder)
+    refuse_special_mask(folder, config.draft.mask_token_id)
+
+
+def _fill_in(config: Config, folder: Path) -> Config:
+    shape = read_target_shape(folder)
     draft = config.draft
     draft = msgspec.structs.replace(
         draft,

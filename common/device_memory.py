@@ -1,8 +1,21 @@
-"""What a process may have of a device's memory, and what it had at most."""
+"""The device of a process, what it may have of its memory, and what it had at most."""
 
 import torch
 
+from common.errors import ConfigError
+
 GIB = 2**30
+
+
+def take_device(name: str, key: str) -> torch.device:
+    """Return the device that the setting `key` names, a GPU as the current one of this thread; ConfigError without it."""
+    device = torch.device(name)
+    if device.type == "cuda":
+        num_gpus = torch.cuda.device_count()
+        if (device.index or 0) >= num_gpus:
+            raise ConfigError(f"{key}: needed {name}, found {num_gpus} GPUs that torch {torch.__version__} can use")
+        torch.cuda.set_device(device)
+    return device
 
 
 def allowed_bytes(device: torch.device) -> int:

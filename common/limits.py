@@ -71,6 +71,8 @@ def _check_draft(draft: "DraftConfig", shape: "TargetShape") -> None:
     _need(ascending, "draft.tap_layers", f"ascending from 0 to {shape.num_hidden_layers - 1}", taps)
     _need(len(draft.layer_types) == draft.num_layers, "draft.layer_types", f"{draft.num_layers} entries", draft.layer_types)
     _need(not sliding or draft.sliding_window >= 1, "draft.sliding_window", "at least 1", draft.sliding_window)
+    wide = draft.intermediate_size
+    _need(wide >= 1, "draft.intermediate_size", "at least 1, for config.json of the target names none", wide)
     _need(heads % groups == 0, "draft.num_attention_heads", f"a multiple of num_key_value_heads {groups}", heads)
 
 

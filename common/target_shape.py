@@ -1,12 +1,12 @@
 """What the rest of the system must know of a target's architecture, read from its config.json."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from common.errors import ModelError
+from common.json_file import read_object
 
 
 class TargetShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -15,7 +15,7 @@ class TargetShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     model_type: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
+    intermediate_size: int  # 0 where config.json has none: every layer is made of experts
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
@@ -32,41 +32,62 @@ def read_target_shape(folder: Path) -> TargetShape:
     Raises:
         ModelError: no such folder, no config.json, or a key is missing.
     """
-    path = folder / "config.json"
-    try:
-        outer = json.loads(path.read_text())
-    except OSError as error:
-        raise ModelError(f"model.path: needed a model folder, found no readable {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ModelError(f"{path}: not JSON: {error}") from error
-    if not isinstance(outer, dict):
-        raise ModelError(f"{path}: needed an object, found {type(outer).__name__}")
-    inner: dict[str, Any] = outer.get("text_config", outer)
+    outer, inner = read_target_config(folder)
     try:
         return TargetShape(
             model_type=inner["model_type"],
             vocab_size=inner["vocab_size"],
             hidden_size=inner["hidden_size"],
-            intermediate_size=inner["intermediate_size"],
+            intermediate_size=inner.get("intermediate_size") or 0,
             num_hidden_layers=inner["num_hidden_layers"],
             num_attention_heads=inner["num_attention_heads"],
             num_key_value_heads=inner.get("num_key_value_heads") or inner["num_attention_heads"],
             head_dim=inner.get("head_dim") or inner["hidden_size"] // inner["num_attention_heads"],
             rms_norm_eps=inner.get("rms_norm_eps", 1e-6),
-            rope_theta=_rope_theta(inner, path),
+            rope_theta=_rope_theta(inner, folder),
             max_position_embeddings=inner["max_position_embeddings"],
             tie_word_embeddings=outer.get("tie_word_embeddings", inner.get("tie_word_embeddings", False)),
         )
     except KeyError as error:
-        raise ModelError(f"{path}: needed the key {error}, found none") from error
+        raise _missing(folder, error) from error
 
 
-def _rope_theta(inner: dict[str, Any], path: Path) -> float:
-    """Transformers 5 moved rope_theta into rope_parameters; older folders have it at the top."""
+def read_vocab_size(folder: Path) -> int:
+    """Read the number of token ids from `folder`/config.json, and nothing else. ModelError as `read_target_shape`."""
+    try:
+        return int(read_target_config(folder)[1]["vocab_size"])
+    except KeyError as error:
+        raise _missing(folder, error) from error
+
+
+def read_target_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read `folder`/config.json: all of it, and the part of the text decoder, which is all of it where nothing wraps it.
+
+    Raises:
+        ModelError: no such folder, no config.json, or one that is no JSON object.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ModelError(f"model.path: needed a model folder with config.json, found none in {folder}")
+    outer = read_object(path, ModelError)
+    inner = outer.get("text_config") or outer
+    if not isinstance(inner, dict):
+        raise ModelError(f"{path}: text_config: needed an object, found {type(inner).__name__}")
+    return outer, inner
+
+
+def _missing(folder: Path, error: KeyError) -> ModelError:
+    return ModelError(f"{folder / 'config.json'}: needed the key {error}, found none")
+
+
+def _rope_theta(inner: dict[str, Any], folder: Path) -> float:
+    """Transformers 5 moved rope_theta into rope_parameters, by layer type where layers differ; older folders have it on top."""
     nested = inner.get("rope_parameters") or {}
+    nested = nested.get("full_attention") or nested  # the draft's layers rotate as the target's full-attention layers
     theta = nested.get("rope_theta", inner.get("rope_theta"))
     if theta is None:
-        raise ModelError(f"{path}: needed rope_theta, at the top or in rope_parameters, found neither")
+        needed = "rope_theta, at the top or in rope_parameters (there of the full-attention layers)"
+        raise ModelError(f"{folder / 'config.json'}: needed {needed}, found neither")
     return float(theta)
 
 

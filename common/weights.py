@@ -3,7 +3,8 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from safetensors import SafetensorError, safe_open
 
 from common.errors import ModelError
 
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # whatever wrapper they stand in
+_PLAIN_TYPES = ("F64", "F32", "F16", "BF16")  # in a file; integers and float8 mean nothing without their scales
 _CHUNK_ELEMENTS = 1 << 24
 _MASK_32 = 0xFFFFFFFF
 
@@ -20,7 +23,7 @@ def read_tensors(folder: Path, names: Iterable[str], device: torch.device, dtype
     """Read the named tensors, and no others, from the safetensors files of `folder`.
 
     Raises:
-        ModelError: no weights, a name that the folder does not hold, or a file that is missing or damaged.
+        ModelError: no weights, a name that the folder does not hold, a file that is missing or damaged, or quantized numbers.
     """
     files = locate_tensors(folder)
     names = list(names)
@@ -30,18 +33,50 @@ def read_tensors(folder: Path, names: Iterable[str], device: torch.device, dtype
     return {name: _read_tensor(files[name], name, device, dtype) for name in names}
 
 
-def find_tensor(folder: Path, suffix: str) -> str:
-    """The full name of the model's own `suffix`, such as "embed_tokens.weight", whatever wrapper it stands in.
+def find_embedding(folder: Path) -> str:
+    """Return the full name of the decoder's embedding; what stands before "embed_tokens.weight" is the decoder's prefix.
 
-    Of several (extra prediction layers may carry copies) it is the least nested one.
+    Extra prediction layers may carry an embedding of their own, less nested than the decoder's within its wrapper, so the
+    one with the most layers beside it is the decoder's.
 
     Raises:
-        ModelError: no weights, or no such tensor.
+        ModelError: no weights, or no embedding.
     """
-    names = [name for name in locate_tensors(folder) if f".{name}".endswith(f".{suffix}")]
-    if not names:
-        raise ModelError(f"{folder}: needed a tensor named {suffix}, found none")
-    return min(names, key=lambda name: (name.count("."), name))
+    names = locate_tensors(folder)
+    found = [name for name in names if f".{name}".endswith(f".{EMBEDDING}")]
+    if not found:
+        raise ModelError(f"{folder}: needed a tensor named {EMBEDDING}, found none")
+    return min(found, key=lambda name: (-_num_layers(names, name.removesuffix(EMBEDDING)), name.count("."), name))
+
+
+def find_head(folder: Path) -> str:
+    """Return the full name of the decoder's head: that of the innermost module with a head that holds the decoder.
+
+    Raises:
+        ModelError: no weights, no embedding, or no head.
+    """
+    names, decoder = locate_tensors(folder), find_embedding(folder).removesuffix(EMBEDDING)
+    found = [name for name in names if f".{name}".endswith(f".{HEAD}") and decoder.startswith(name.removesuffix(HEAD))]
+    if not found:
+        raise ModelError(f"{folder}: needed a tensor named {HEAD}, found none")
+    return max(found, key=len)
+
+
+def find_quantized(files: Mapping[str, Path]) -> list[str]:
+    """Return which of the tensors, name -> file, are integers or float8 and so no weights by themselves."""
+    names: dict[Path, list[str]] = defaultdict(list)
+    for name, path in files.items():
+        names[path].append(name)
+    found = []
+    for path, own in names.items():
+        with safe_open(path, framework="pt") as file:
+            found += [name for name in own if file.get_slice(name).get_dtype() not in _PLAIN_TYPES]
+    return found
+
+
+def _num_layers(names: Iterable[str], prefix: str) -> int:
+    start = f"{prefix}layers."
+    return len({name.removeprefix(start).partition(".")[0] for name in names if name.startswith(start)})
 
 
 def locate_tensors(folder: Path) -> dict[str, Path]:
@@ -68,9 +103,12 @@ def _read_tensor(path: Path, name: str, device: torch.device, dtype: torch.dtype
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             tensor: torch.Tensor = file.get_tensor(name)
-            return tensor.to(dtype)
+            found = file.get_slice(name).get_dtype()
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{path}: needed a safetensors file with {name}, found: {error}") from error
+    if found not in _PLAIN_TYPES:
+        raise ModelError(f"{path}: needed {name} of type {', '.join(_PLAIN_TYPES)}, found {found}")
+    return tensor.to(dtype)
 
 
 def read_initializer_range(folder: Path) -> float:

@@ -180,9 +180,6 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
         parser.error(f"--temperature: needed 0 or more, found {arguments.temperature}")
     if not 0 < arguments.top_p <= 1:
         parser.error(f"--top-p: needed more than 0 and at most 1, found {arguments.top_p}")
-    device, num_devices = arguments.device, torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= num_devices:
-        parser.error(f"--device {device}: needed that many CUDA devices, found {num_devices}")
 
 
 def _configure(options: argparse.Namespace) -> tuple[Config, Path]:

@@ -4,9 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from common.config import Config
+from common.errors import ModelError
 from common.weights import fill_random, read_initializer_range
 from launch.generator import load_model
 from services.target.linear_attention import choose_kernels
@@ -27,12 +29,15 @@ def load_plain_target(config: Config, device: torch.device) -> PreTrainedModel:
     """As `load_full_target`, on whatever kernels transformers finds by itself.
 
     Raises:
-        ModelError: the folder or its weights are missing or damaged.
+        ModelError: the folder or its weights are missing or damaged, or the architecture cannot be tapped.
     """
     folder = Path(config.model.path).expanduser()
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     model: Any = _make_random(config, folder, device, dtype) if config.model.random_init else load_model(folder, device)
     target: PreTrainedModel = model.to(device, dtype).eval()
+    decoder = target.get_decoder()  # type: ignore[no-untyped-call]
+    if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
+        raise ModelError(f"{folder}: needed a decoder with a list `layers`, found {type(decoder).__name__}")
     return target
 
 

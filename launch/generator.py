@@ -4,10 +4,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from common.errors import ModelError
+from common.target_limits import refuse_quantized
 from launch.chat import end_ids
 
 
@@ -63,13 +65,20 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype | None = N
     """The whole model, head included, in `dtype` or else that of its files.
 
     Raises:
-        ModelError: the weights are missing or damaged, or the architecture is unknown.
+        ModelError: the weights are missing, damaged or quantized, or the architecture is unknown.
     """
+    refuse_quantized(folder)
     disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype or "auto", device_map={"": device}, local_files_only=True
+        model: PreTrainedModel
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype or "auto", device_map={"": device}, local_files_only=True, output_loading_info=True
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{folder}: the model cannot be loaded: {error}") from error
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        line = str(error).strip().partition("\n")[0]
+        raise ModelError(f"{folder}: the model cannot be loaded: {line}") from error
+    if missing := sorted(report["missing_keys"]):  # transformers fills them with random numbers
+        raise ModelError(f"{folder}: needed the tensors {', '.join(missing)}, found none of them")
     return model

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from common.arrow_file import Sample
 from common.dataset import Dataset, DatasetWriter
 from common.errors import DataError, HeadraceError
-from common.target_shape import read_target_shape
+from common.target_shape import read_vocab_size
 from launch.conversion import Converter, Settings, Workers
 from launch.fingerprints import describe_inputs, describe_rules, describe_tokenizer, differences
 from launch.inputs import Input, find_files, parse_input, read_chunks
@@ -182,7 +182,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     try:
         model = arguments.model.expanduser()
-        limits = Limits(read_target_shape(model).vocab_size, arguments.max_length, arguments.truncate)
+        limits = Limits(read_vocab_size(model), arguments.max_length, arguments.truncate)
         settings = Settings(model, arguments.template, dict(arguments.template_set), limits, arguments.assistant_role)
         outs = {"train": arguments.out} | ({"eval": arguments.eval_out} if arguments.eval_out else {})
         key = json.loads(json.dumps(make_key(settings, arguments)))

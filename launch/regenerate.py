@@ -28,6 +28,7 @@ from common.errors import HeadraceError
 from launch.answers import Answer, AnswerFile, History, Row, Written, hold, key_of
 from launch.chat import load_tokenizer, render
 from launch.completions import RefusedError, Server
+from launch.device import parse_device
 from launch.generator import Generator as Target
 from launch.masking import TEMPLATE_ERRORS
 from launch.prepare import parse_setting
@@ -201,7 +202,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--limit", type=int, metavar="N", help="only the first N prompts")
     add("--model", type=Path, metavar="DIR", help="answer in this process")
     add("--batch-size", type=int, default=32)
-    add("--device", type=torch.device, default=torch.device("cpu"), help="such as cuda:0 (default: %(default)s)")
+    add("--device", type=parse_device, default=torch.device("cpu"), help="such as cuda:0 (default: %(default)s)")
     add("--dtype", choices=["float32", "bfloat16"], help="of the model (default: that of its files)")
     add("--threads", type=int, default=2, help="of the CPU (default: %(default)s)")
     add("--server", metavar="URL", help="answer by a server instead, such as http://localhost:8000/v1")

@@ -19,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from common.errors import HeadraceError, ModelError
+from common.json_file import read_object, write_json
 
 DEFAULT_FOLDER = Path("~/.cache/headrace/smollm2-135m-instruct")
 _MAGIC = b"GGUF"
@@ -91,7 +92,14 @@ def _save(gguf: Path, folder: Path) -> None:
     # transformers 5.17 takes the start for the end of a turn
     tokenizer.eos_token = tokenizer.pad_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
     model.save_pretrained(folder)
+    _repeat_rope_theta(folder / "config.json")
     tokenizer.save_pretrained(folder)
+
+
+def _repeat_rope_theta(path: Path) -> None:
+    """Write rope_theta at the top, too: transformers 4 does not read rope_parameters and would rotate with its default."""
+    content = read_object(path, ModelError)
+    write_json(path, content | {"rope_theta": content["rope_parameters"]["rope_theta"]})
 
 
 def main() -> int:

@@ -33,6 +33,7 @@ from launch.log_file import last_lines
 from launch.pace import Pace
 from launch.plan_table import format_plan
 from launch.report import Ending, write_report
+from launch.requirements import check_devices, find_absent
 from launch.resume import check_resume
 from launch.status import Gauges
 from launch.summary import summarize
@@ -58,7 +59,8 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     run_dir = args.run_dir or Path("runs") / f"{args.config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     try:
-        config = configuration.load(args.config, args.overrides)
+        stand_in = args.config.with_name(f"{args.config.stem}_target") if args.dry_run else None
+        config = configuration.load(args.config, args.overrides, stand_in)
         return start(config, run_dir, _command(args.config, run_dir, args.overrides), args.dry_run)
     except KeyboardInterrupt:  # before there was anything to stop
         return EXIT_SIGNAL + signal.SIGINT
@@ -81,7 +83,11 @@ def start(config: Config, run_dir: Path, command: str, dry_run: bool) -> int:
     """
     topology = plan_topology(config)
     exchange_address(run_dir)
+    if dry_run and (absent := find_absent(config)):
+        print(f"{run_dir.absolute()}\n{describe(topology)}", *(f"  not there yet: {line}" for line in absent), sep="\n")
+        return EXIT_DONE
     _check_model(config)
+    check_devices(config)
     run_dir = run_dir.absolute()
     config = _with_init(_with_paths(config, run_dir))
     if config.data.synthetic is None:

@@ -43,7 +43,9 @@ class PlainTarget:
     def _run(self, document: Document) -> list[Tensor]:
         decoder: Any = self.model.get_decoder()  # type: ignore[no-untyped-call]
         last: list[Tensor] = []  # where the list of transformers holds what follows the final norm instead
-        hook = decoder.norm.register_forward_pre_hook(lambda _, inputs: last.append(inputs[0]))
+        hook = decoder.layers[-1].register_forward_hook(
+            lambda *call: last.append(call[-1][0] if isinstance(call[-1], tuple) else call[-1])
+        )
         ids = torch.from_numpy(document.input_ids)[None].to(self.model.device)
         states = decoder(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
         hook.remove()

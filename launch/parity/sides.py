@@ -15,7 +15,7 @@ from common import config as configuration
 from common.config import ActorsConfig, Config, DataConfig, DraftConfig, ModelConfig, PlanConfig, TargetsConfig
 from common.errors import CheckpointError, DataError, ModelError
 from common.target_shape import read_target_shape
-from common.weights import find_tensor
+from common.weights import find_head
 from launch.full_target import load_full_target, stop_tokens
 from launch.parity.causes import Side
 from launch.parity.doubts import find_doubts
@@ -190,7 +190,7 @@ def _check_fits(folder: Folder, config: Config) -> None:
     """What can only be wrong: it would end a side in the middle, or let transformers make up a head at random."""
     path = Path(config.model.path).expanduser()
     if not config.model.random_init and not config.shape.tie_word_embeddings:
-        find_tensor(path, "lm_head.weight")
+        find_head(path)
     shape, layers = config.shape, folder.target_layer_ids
     last = shape.num_hidden_layers - 1
     lines = []

@@ -9,10 +9,7 @@ import torch
 
 from common.config import Config
 from common.errors import ModelError
-from common.weights import find_tensor, random_tensor, read_initializer_range, read_tensors
-
-_EMBEDDING = "embed_tokens.weight"
-_HEAD = "lm_head.weight"
+from common.weights import EMBEDDING, HEAD, find_embedding, find_head, random_tensor, read_initializer_range, read_tensors
 
 
 def load_embedding_and_head(config: Config, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -21,8 +18,8 @@ def load_embedding_and_head(config: Config, device: torch.device) -> tuple[torch
     Raises:
         ModelError: the folder, the weights or one of the tensors is missing, or a shape is not [V, H].
     """
-    embedding = _load(config, _EMBEDDING, device)
-    head = embedding if config.shape.tie_word_embeddings else _load(config, _HEAD, device)
+    embedding = _load(config, EMBEDDING, device)
+    head = embedding if config.shape.tie_word_embeddings else _load(config, HEAD, device)
     return embedding, head
 
 
@@ -32,7 +29,7 @@ def _load(config: Config, suffix: str, device: torch.device) -> torch.Tensor:
     dtype: torch.dtype = getattr(torch, config.draft.dtype)
     if config.model.random_init:
         return random_tensor(suffix, shape, read_initializer_range(folder), config.seed, device, dtype)
-    name = find_tensor(folder, suffix)
+    name = find_embedding(folder) if suffix == EMBEDDING else find_head(folder)
     tensor = read_tensors(folder, [name], device, dtype)[name]
     if tensor.shape != shape:
         raise ModelError(f"{folder}: needed {name} {list(shape)}, found {list(tensor.shape)}")

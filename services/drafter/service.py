@@ -6,6 +6,7 @@ import time
 import torch
 
 from common.board import Phase
+from common.device_memory import take_device
 from common.layout import SlotLayout
 from common.lifecycle import Actor
 from common.ring import RingReader
@@ -31,9 +32,7 @@ def main(actor: Actor) -> None:
     """The body of `python -m services.drafter`."""
     config = actor.config
     torch.set_num_threads(config.drafters.num_threads)
-    device = torch.device(config.drafters.devices[actor.index])
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = take_device(config.drafters.devices[actor.index], "drafters.devices")
     layout = SlotLayout.of(config)
     rings = [RingReader(fd, layout, config.ring.num_slots) for fd in actor.args.ring_fds]
     began = time.monotonic()

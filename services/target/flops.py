@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 from services.target.attention import layer_kinds
 
 PEAK_FLOPS_PER_S = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}  # bfloat16, dense, NVIDIA's data sheets
+_RECURRENT = ("linear_attention", "mamba", "hybrid")  # a "hybrid" layer of Falcon-H1 has both
+_ATTENDING = ("attention", "full_attention", "sliding_attention", "chunked_attention", "hybrid")
 _EXPERTS = ("experts.gate_up_proj", "experts.down_proj")  # [experts, out, in]; their router is not counted
 
 
@@ -27,12 +29,12 @@ class ForwardFlops:
         num_weights = sum(module.weight.numel() for module in layers.modules() if isinstance(module, (nn.Linear, nn.Conv1d)))
         experts = [weight[0].numel() for name, weight in layers.named_parameters() if name.endswith(_EXPERTS)]
         num_weights += sum(experts) * config.num_experts_per_tok if experts else 0
-        rules = [_delta_rule(config) for kind in kinds if kind == "linear_attention"]
-        self._per_token: float = 2.0 * num_weights + sum(rules)
+        num_recurrent = sum(kind in _RECURRENT for kind in kinds)
+        self._per_token: float = 2.0 * num_weights + num_recurrent * _recurrence(config)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._per_pair: float = 4.0 * config.num_attention_heads * head_dim  # query with key, weight with value
         window = getattr(config, "sliding_window", None) or 0
-        self._windows = [window if kind == "sliding_attention" else 0 for kind in kinds if kind != "linear_attention"]
+        self._windows = [window if kind == "sliding_attention" else 0 for kind in kinds if kind in _ATTENDING]
 
     def of(self, lengths: NDArray[np.integer]) -> float:
         """Of one batch of documents of these lengths; padding costs time but is not counted."""
@@ -46,9 +48,17 @@ def peak_flops_per_s(device_name: str) -> float | None:
     return next((peak for name, peak in PEAK_FLOPS_PER_S.items() if name in device_name), None)
 
 
-def _delta_rule(config: Any) -> float:
-    """Of a token in a gated delta rule (arXiv 2412.06464), step by step: S k, the update of S by an outer product, S q."""
-    return 6.0 * float(config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim)
+def _recurrence(config: Any) -> float:
+    """Of a token in the recurrence of one layer, step by step; 0 for a kind that is not known, which counts its products only.
+
+    A gated delta rule (arXiv 2412.06464) takes S k, the update of S by an outer product, and S q; Mamba 2 (arXiv 2405.21060)
+    the update and the reading.
+    """
+    if heads := getattr(config, "linear_num_value_heads", None):
+        return 6.0 * float(heads * config.linear_key_head_dim * config.linear_value_head_dim)
+    if heads := getattr(config, "mamba_n_heads", None):
+        return 4.0 * float(heads * config.mamba_d_head * config.mamba_d_state)
+    return 0.0
 
 
 def _num_causal_pairs(tokens: NDArray[np.float64], window: int) -> float:

@@ -5,6 +5,7 @@ that the targets of a node share their pages, looks only at tensors that the cut
 the mapping straight to the device. Buffers that no file holds, such as inv_freq, it computes anew on the device.
 """
 
+import contextlib
 import logging
 import re
 import time
@@ -17,12 +18,14 @@ from transformers.utils.logging import disable_progress_bar
 
 from common.config import Config
 from common.errors import ModelError
-from common.weights import fill_random, find_tensor, read_initializer_range
+from common.target_limits import refuse_quantized
+from common.weights import EMBEDDING, fill_random, find_embedding, find_quantized, locate_tensors, read_initializer_range
 from services.target.linear_attention import choose_kernels
 
 log = logging.getLogger(__name__)
 
 _GIB = 2**30
+_NUM_NAMED = 3  # tensors in an error
 
 
 def load_decoder(config: Config, device: torch.device) -> PreTrainedModel:
@@ -70,7 +73,8 @@ def _read_text_config(folder: Path) -> PretrainedConfig:
 def _cut(text_config: PretrainedConfig, num_layers: int) -> None:
     text_config.num_hidden_layers = num_layers
     if getattr(text_config, "layer_types", None):
-        text_config.layer_types = text_config.layer_types[:num_layers]
+        with contextlib.suppress(AttributeError):  # Bamba and Falcon-H1 derive it from the number of layers
+            text_config.layer_types = text_config.layer_types[:num_layers]
 
 
 def _import_code(text_config: PretrainedConfig) -> None:
@@ -82,7 +86,8 @@ def _import_code(text_config: PretrainedConfig) -> None:
 
 
 def _read(folder: Path, text_config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    prefix = find_tensor(folder, "embed_tokens.weight").removesuffix("embed_tokens.weight")
+    refuse_quantized(folder)
+    prefix = find_embedding(folder).removesuffix(EMBEDDING)
     try:
         decoder: PreTrainedModel
         decoder, report = AutoModel.from_pretrained(
@@ -96,13 +101,38 @@ def _read(folder: Path, text_config: PretrainedConfig, device: torch.device, dty
             local_files_only=True,
             use_safetensors=True,
         )
-    except (ValueError, OSError, RuntimeError, SafetensorError) as error:
+    except (ValueError, OSError, RuntimeError, ImportError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise ModelError(f"{folder}: {text_config.model_type} cannot be loaded: {_first_line(error)}") from error
     if report["missing_keys"]:
         raise ModelError(f"{folder}: needed the tensors {', '.join(sorted(report['missing_keys']))}, found none of them")
+    _check_all_used(folder, report["unexpected_keys"], text_config.num_hidden_layers)
+    _check_types(folder, prefix, decoder)
     return decoder
+
+
+def _check_all_used(folder: Path, unexpected: set[str], num_layers: int) -> None:
+    """Raise ModelError for a tensor that belongs to what was loaded but that the decoder has no room for, such as a scale."""
+    parts = ("embed_tokens.", *(f"layers.{layer}." for layer in range(num_layers)))
+    unknown = sorted(name for name in unexpected if name.startswith(parts))
+    if unknown:
+        raise ModelError(f"{folder}: needed tensors that the decoder knows, found {_shorten(unknown)} (quantized weights?)")
+
+
+def _check_types(folder: Path, prefix: str, decoder: PreTrainedModel) -> None:
+    """Raise ModelError for a weight that was read as a plain number but is an integer or a float8 in its file."""
+    parts = (f"{prefix}embed_tokens.", *(f"{prefix}layers.{layer}." for layer in range(len(decoder.layers))))  # type: ignore[arg-type]
+    integers = {name for name, buffer in decoder.named_buffers() if not buffer.is_floating_point()}
+    files = {name: file for name, file in locate_tensors(folder).items() if name.startswith(parts)}
+    quantized = find_quantized({name: file for name, file in files.items() if name.removeprefix(prefix) not in integers})
+    if quantized:
+        raise ModelError(f"{folder}: needed weights of 16 bits or more, found integers or float8 in {_shorten(quantized)}")
+
+
+def _shorten(names: list[str]) -> str:
+    more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
+    return f"{', '.join(names[:_NUM_NAMED])}{more}"
 
 
 def _make_random(

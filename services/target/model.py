@@ -13,6 +13,7 @@ from services.target.attention import layer_kinds, leave_out_masks
 from services.target.capture import Capture, Keep
 from services.target.loading import load_decoder
 
+_NUM_CHECKED = 64  # rows of the embedding
 _NUM_COMPILED = 16  # versions of a layer's code; torch gives up at 8
 
 
@@ -37,9 +38,24 @@ class TargetModel:
         Only the embedding and the layers up to the last tap are there: later layers and the head are not read.
 
         Raises:
-            ModelError: the folder or its weights are missing or damaged, or the architecture is not supported.
+            ModelError: the folder or its weights are missing, damaged or quantized, or the architecture is not supported.
         """
-        return cls(load_decoder(config, device), config.draft.tap_layers)
+        model = cls(load_decoder(config, device), config.draft.tap_layers)
+        model._check_embedding(device)
+        return model
+
+    @torch.inference_mode()
+    def _check_embedding(self, device: torch.device) -> None:
+        """Raise ModelError unless the first layer reads rows of the embedding as they are, as a draft model does."""
+        embedding = self.decoder.get_input_embeddings()
+        assert isinstance(embedding, nn.Embedding)
+        input_ids = torch.arange(min(_NUM_CHECKED, self.vocab_size), device=device)
+        found = _first_input(self.decoder, self._layers[0], input_ids[None])
+        if not torch.equal(found, embedding.weight[None, input_ids]):
+            kind = self.decoder.config.model_type
+            raise ModelError(
+                f"model.path: needed a target that does not change its embedding before the first layer, found {kind}"
+            )
 
     @property
     def vocab_size(self) -> int:
@@ -83,3 +99,25 @@ class TargetModel:
         torch._dynamo.config.recompile_limit = _NUM_COMPILED
         for layer in self._layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
+class _StopForwardError(Exception):
+    """Ends a forward whose rest is not needed."""
+
+
+def _first_input(decoder: PreTrainedModel, layer: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
+    """Run the decoder on int64 [B, S] up to `layer`, and return the hidden states that it is given."""
+    found: list[torch.Tensor] = []
+
+    def stop(module: nn.Module, arguments: tuple[torch.Tensor, ...], settings: dict[str, torch.Tensor]) -> None:
+        found.append(arguments[0] if arguments else settings["hidden_states"])
+        raise _StopForwardError
+
+    hook = layer.register_forward_pre_hook(stop, with_kwargs=True)
+    try:
+        decoder(input_ids=input_ids, use_cache=False)
+    except _StopForwardError:
+        return found[0]
+    finally:
+        hook.remove()
+    raise AssertionError(f"{type(decoder).__name__} does not run its first layer")

@@ -9,6 +9,7 @@ import torch
 from common.anchor_budget import is_open
 from common.board import Phase
 from common.dataset import Dataset
+from common.device_memory import take_device
 from common.errors import ProtocolError
 from common.held_out import HeldOut
 from common.layout import SlotLayout
@@ -36,9 +37,7 @@ class TargetService:
         config = actor.config
         torch.set_num_threads(config.targets.num_threads)
         self._actor = actor
-        self._device = torch.device(config.targets.devices[actor.index])
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+        self._device = take_device(config.targets.devices[actor.index], "targets.devices")
         train = Dataset.open(Path(config.data.path), damaged=config.data.skip_damaged)
         self._datasets: dict[BatchKind, Dataset | HeldOut] = {"train": train, "eval": HeldOut.open(config.data)}
         layout = SlotLayout.of(config)

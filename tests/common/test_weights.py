@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from common.checksum import checksum
 from common.errors import ModelError
-from common.weights import find_tensor, random_tensor, read_initializer_range, read_tensors
+from common.weights import find_embedding, find_head, random_tensor, read_initializer_range, read_tensors
 
 CPU = torch.device("cpu")
 TENSORS = {"model.a.weight": torch.arange(6.0).view(2, 3), "b.weight": torch.ones(4)}
@@ -60,16 +60,40 @@ def test_damaged_files_are_named(tmp_path: Path, name: str, found: str) -> None:
         read_tensors(tmp_path, ["x"], CPU, torch.float32)
 
 
-def test_a_tensor_is_found_in_any_wrapper_and_copies_deeper_down_are_not_it(tmp_path: Path) -> None:
-    names = [
-        "model.language_model.embed_tokens.weight",
-        "model.language_model.layers.9.embed_tokens.weight",
-        "not_embed_tokens.weight",
-    ]
-    save_file({name: torch.ones(1) for name in names}, tmp_path / "model.safetensors")
-    assert find_tensor(tmp_path, "embed_tokens.weight") == names[0]
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_numbers_that_mean_nothing_without_their_scales_are_no_weights(tmp_path: Path, dtype: torch.dtype) -> None:
+    save_file({"b.weight": torch.ones(4).to(dtype)}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        ModelError, match=r"model\.safetensors: needed b\.weight of type F64, F32, F16, BF16, found (I8|F8_E4M3)"
+    ):
+        read_tensors(tmp_path, ["b.weight"], CPU, torch.float32)
+
+
+def save_names(folder: Path, *names: str) -> None:
+    save_file({name: torch.ones(1) for name in names}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("prefix", ["", "model.", "model.language_model.", "thinker.model."])
+def test_the_embedding_is_that_of_the_decoder(tmp_path: Path, prefix: str) -> None:
+    """A prediction layer has an embedding of its own, less nested than that of a wrapped decoder, and so may deeper layers."""
+    layers = [f"{prefix}layers.{layer}.mlp.weight" for layer in range(3)]
+    others = ["mtp.embed_tokens.weight", "mtp.layers.0.mlp.weight", f"{prefix}layers.2.embed_tokens.weight"]
+    save_names(tmp_path, f"{prefix}embed_tokens.weight", "not_embed_tokens.weight", *layers, *others)
+    assert find_embedding(tmp_path) == f"{prefix}embed_tokens.weight"
+
+
+def test_the_head_is_that_of_the_decoder(tmp_path: Path) -> None:
+    decoder = ["thinker.model.embed_tokens.weight", "thinker.model.layers.0.mlp.weight"]
+    save_names(tmp_path, *decoder, "thinker.lm_head.weight", "mtp.lm_head.weight")
+    assert find_head(tmp_path) == "thinker.lm_head.weight"
+    save_names(tmp_path, *decoder, "lm_head.weight", "mtp.lm_head.weight")
+    assert find_head(tmp_path) == "lm_head.weight"
+    save_names(tmp_path, *decoder, "mtp.lm_head.weight")
     with pytest.raises(ModelError, match=r"needed a tensor named lm_head\.weight, found none"):
-        find_tensor(tmp_path, "lm_head.weight")
+        find_head(tmp_path)
+    save_names(tmp_path, "lm_head.weight")
+    with pytest.raises(ModelError, match=r"needed a tensor named embed_tokens\.weight, found none"):
+        find_embedding(tmp_path)
 
 
 def test_the_initializer_range_is_looked_up_inside_wrappers(tmp_path: Path) -> None:

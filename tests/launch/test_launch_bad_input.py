@@ -35,10 +35,31 @@ def refuse(run: LaunchedRun, code: int, *parts: str) -> None:
         ("ring.num_slots=100000000", ["ring.num_slots", "GiB of shared memory, found"]),
         ("plan.batches_per_step=0", ["plan.batches_per_step: needed a multiple of the 1 drafters, found 0"]),
         ("seed", ["--set seed: needed key=value"]),
+        ('targets.devices=["cuda:99"]', ["error: targets.devices: needed cuda:99, found ", " GPUs\n"]),
+        ('drafters.devices=["cpu", "cuda:99"]', ["error: drafters.devices: needed cuda:99, found ", " GPUs\n"]),
     ],
 )
 def test_wrong_setting_is_refused_before_anything_is_made(run: LaunchedRun, override: str, parts: list[str]) -> None:
     refuse(run.start(override), 2, *parts)
+    assert not run.directory.exists()
+
+
+@pytest.mark.parametrize(
+    ("keys", "found"),
+    [
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            "needed weights that are not quantized, found quantization_config gptq",
+        ),
+        ({"model_type": "gemma3_text"}, "needed a target that does not scale its embedding, found gemma3_text"),
+        ({"eos_token_id": 63}, "draft.mask_token_id: needed an id that text never contains, found 63, the eos_token_id"),
+    ],
+)
+def test_target_that_cannot_be_trained_for(run: LaunchedRun, tmp_path: Path, keys: dict[str, object], found: str) -> None:
+    content = json.loads((CONFIG.parent / "tiny_target" / "config.json").read_text())
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "config.json").write_text(json.dumps(content | keys))
+    refuse(run.start(f"model.path={tmp_path / 'target'}", "model.random_init=false"), 2, found)
     assert not run.directory.exists()
 
 
@@ -169,6 +190,22 @@ def test_dry_run_prints_the_plan_and_starts_nothing(run: LaunchedRun) -> None:
     ]
     assert "  1 rings of 0.008 GiB, 0.008 GiB shared memory in all\n" in run.stdout
     assert not run.directory.exists()
+
+
+@pytest.mark.parametrize(("name", "memory"), [("qwen3_6_27b", "15.664"), ("qwen3_8b", "12.539")])
+def test_dry_run_of_a_run_whose_model_and_data_are_not_there_yet(run: LaunchedRun, name: str, memory: str) -> None:
+    assert run.start(config=CONFIG.with_name(f"{name}.toml"), flags=("--dry-run",)).end() == 0, run.stderr
+    assert "  target-4     python -m services.target    cuda:4\n" in run.stdout
+    assert f"  5 rings of {float(memory) / 5:.3f} GiB, {memory} GiB shared memory in all\n" in run.stdout
+    absent = re.findall(r"^  not there yet: (.+)$", run.stdout, re.MULTILINE)
+    assert [line.partition(":")[0] for line in absent[:3]] == ["model.path", "data.path", "data.eval_path"]
+    assert not run.directory.exists()
+
+
+def test_dry_run_of_a_shipped_run_names_what_its_settings_lack(run: LaunchedRun) -> None:
+    config = CONFIG.with_name("qwen3_8b.toml")
+    refuse(run.start("draft.tap_layers=[36]", config=config, flags=("--dry-run",)), 2, "draft.tap_layers: needed ascending")
+    refuse(run.start(config=config), 2, "model.path: needed a model folder with config.json, found none in models/Qwen3-8B")
 
 
 def _with_data(folder: Path, paths: dict[str, Path]) -> Path:

@@ -139,7 +139,7 @@ def test_drafters_that_cannot_be_used(
         (["run", "--temperature", "nan"], "--temperature: needed 0 or more, found nan"),
         (["run", "--top-p", "0"], "--top-p: needed more than 0 and at most 1, found 0.0"),
         (["run", "--batch-size", "0"], "--batch-size: needed at least 1, found 0"),
-        (["run", "--device", "cuda:99"], "--device cuda:99: needed that many CUDA devices, found "),
+        (["run", "--device", "cuda:99"], "argument --device: needed cuda:99, found "),
         (["run", "--device", "gpu"], "needed cpu or cuda:N, found gpu"),
         (["run", "--prompt", "x", "--prompts", "y"], "not allowed with"),
     ],

@@ -77,6 +77,7 @@ def test_another_folder_is_not_overwritten(tmp_path: Path) -> None:
 def test_the_shape_is_that_of_smollm2_and_the_head_is_tied(folder: Path, model: LlamaForCausalLM) -> None:
     shape = read_target_shape(folder)
     assert (shape.num_hidden_layers, shape.hidden_size, shape.vocab_size, shape.rope_theta) == (30, 576, 49152, 100000.0)
+    assert json.loads((folder / "config.json").read_text())["rope_theta"] == 100000.0  # where transformers 4 reads it
     assert shape.tie_word_embeddings
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert model.dtype == torch.float32

@@ -5,6 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 from transformers import (
+    BambaConfig,
+    BambaModel,
+    FalconH1Config,
+    FalconH1Model,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridModel,
     LlamaConfig,
     LlamaModel,
     MistralConfig,
@@ -50,6 +56,35 @@ def test_a_hybrid_with_a_gated_delta_rule() -> None:
     gated_attention = 8 * 2 * 16 + 2 * 8 * 8 + 16 * 8
     per_token = 2 * (in_projections + out_projection + convolution + rule + MLP + gated_attention + MLP)
     assert ForwardFlops(Qwen3_5TextModel(config)).of(LENGTHS) == NUM_TOKENS * per_token + NUM_PAIRS * PER_PAIR
+
+
+MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 4, "mamba_d_state": 3, "mamba_n_groups": 1, "mamba_expand": 2}
+IN_PROJECTION, OUT_PROJECTION, CONVOLUTION = 8 * (2 * 16 + 2 * 3 + 4), 16 * 8, 4 * (16 + 2 * 3)
+MAMBA_PER_TOKEN = 2 * (IN_PROJECTION + OUT_PROJECTION + CONVOLUTION) + 2 * 2 * 4 * 4 * 3  # the update and the reading
+
+
+def test_bamba_has_a_mamba_or_attention() -> None:
+    shape = SHAPE | {"num_attention_heads": 2}
+    del shape["head_dim"]
+    config = BambaConfig(**shape, **MAMBA, num_key_value_heads=2, num_hidden_layers=2, attn_layer_indices=[1])
+    attention = 4 * 8 * 8
+    per_token = MAMBA_PER_TOKEN + 2 * (attention + 2 * MLP)
+    assert ForwardFlops(BambaModel(config)).of(LENGTHS) == NUM_TOKENS * per_token + NUM_PAIRS * 2 * 2 * 2 * 4
+
+
+def test_falcon_h1_has_both_in_each_layer() -> None:
+    config = FalconH1Config(**SHAPE, **MAMBA, mamba_d_ssm=16, num_key_value_heads=4, num_hidden_layers=2)
+    per_token = MAMBA_PER_TOKEN + 2 * (4 * 8 * 16 + MLP)
+    assert ForwardFlops(FalconH1Model(config)).of(LENGTHS) == 2 * (NUM_TOKENS * per_token + NUM_PAIRS * PER_PAIR)
+
+
+def test_granite_has_experts_beside_a_mamba() -> None:
+    shape = SHAPE | {"num_attention_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 6}
+    del shape["head_dim"]
+    config = GraniteMoeHybridConfig(**shape, **MAMBA, num_hidden_layers=1, layer_types=["linear_attention"])
+    experts, shared = 2 * 3 * 8 * 16, 3 * 8 * 6
+    per_token = MAMBA_PER_TOKEN + 2 * (experts + shared)
+    assert ForwardFlops(GraniteMoeHybridModel(config)).of(LENGTHS) == NUM_TOKENS * per_token
 
 
 def test_experts_count_as_far_as_a_token_uses_them() -> None:

@@ -14,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from common.config import ModelConfig
 from common.errors import ModelError
+from launch.full_target import load_full_target
 from services.drafter.frozen import load_embedding_and_head
 from services.target.model import TargetModel
 from tests.target.whole_models import CPU, KINDS, VOCABULARY, make_config, make_folder, make_model
@@ -57,6 +58,51 @@ def test_a_tensor_of_another_shape_is_an_error(llama_folder: Path) -> None:
         TargetModel.load(make_config(llama_folder, [1]), CPU)
     with pytest.raises(ModelError, match=r"needed model\.embed_tokens\.weight \[96, 32\], found \[3, 32\]"):
         load_embedding_and_head(make_config(llama_folder, [1]), CPU)
+
+
+@pytest.mark.parametrize("part", ["model.layers.0.self_attn.q_proj.weight_scale_inv", "model.embed_tokens.weight_scale"])
+def test_a_tensor_that_the_loaded_layers_do_not_know_is_an_error(llama_folder: Path, part: str) -> None:
+    path = llama_folder / "model.safetensors"
+    tensors = load_file(path)
+    others = ["model.layers.2.self_attn.q_proj.weight_scale_inv", "mtp.layers.0.mlp.up_proj.weight"]  # of what is not loaded
+    save_file(tensors | {name: torch.ones(1) for name in others}, path, {"format": "pt"})
+    TargetModel.load(make_config(llama_folder, [1]), CPU)
+    save_file(tensors | {part: torch.ones(1)}, path, {"format": "pt"})
+    with pytest.raises(ModelError, match=f"needed tensors that the decoder knows, found {part.removeprefix('model.')}"):
+        TargetModel.load(make_config(llama_folder, [1]), CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_a_weight_of_an_integer_or_float8_type_is_an_error(llama_folder: Path, dtype: torch.dtype) -> None:
+    path = llama_folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.2.mlp.up_proj.weight"] = tensors["model.layers.2.mlp.up_proj.weight"].to(dtype)
+    save_file(tensors, path, {"format": "pt"})
+    TargetModel.load(make_config(llama_folder, [1]), CPU)
+    with pytest.raises(ModelError, match=r"found integers or float8 in model\.layers\.2\.mlp\.up_proj\.weight"):
+        TargetModel.load(make_config(llama_folder, [2]), CPU)
+
+
+def test_a_quantization_that_the_folder_names_is_refused(llama_folder: Path) -> None:
+    config, path = make_config(llama_folder, [1]), llama_folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "modelopt"}}))
+    with pytest.raises(ModelError, match="needed weights that are not quantized, found quantization_config modelopt"):
+        TargetModel.load(config, CPU)
+    with pytest.raises(ModelError, match="needed weights that are not quantized, found quantization_config modelopt"):
+        load_full_target(config, CPU)
+
+
+def test_an_extra_prediction_layer_with_an_embedding_is_not_the_decoder(tmp_path: Path) -> None:
+    make_folder("multimodal", tmp_path)
+    config, path = make_config(tmp_path, [1]), tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.language_model.embed_tokens.weight"
+    extra = {"mtp.embed_tokens.weight": tensors[name] + 1, "mtp.lm_head.weight": tensors["lm_head.weight"] + 1}
+    extra["mtp.layers.0.mlp.up_proj.weight"] = tensors["model.language_model.layers.0.mlp.up_proj.weight"] + 1
+    save_file(tensors | extra, path, {"format": "pt"})
+    embedding, head = load_embedding_and_head(config, CPU)
+    assert torch.equal(embedding, tensors[name]) and torch.equal(head, tensors["lm_head.weight"])
+    assert torch.equal(TargetModel.load(config, CPU).decoder.get_input_embeddings().weight, embedding)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("num_bytes", [0, 100, 4000])

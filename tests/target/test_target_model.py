@@ -7,12 +7,13 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, GraniteConfig, GraniteForCausalLM, PreTrainedModel
 
 from common import config as configuration
+from common.errors import ModelError
 from services.drafter.frozen import load_embedding_and_head
 from services.target.model import TargetModel
-from tests.target.whole_models import CPU, KINDS, VOCABULARY, make_config, make_folder
+from tests.target.whole_models import CPU, KINDS, SHAPE, VOCABULARY, make_config, make_folder
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -129,6 +130,19 @@ def test_target_and_drafter_have_the_same_embedding_and_head(whole: tuple[PreTra
         assert (head != embedding).float().mean() > 0.99
     half = msgspec.structs.replace(config, draft=msgspec.structs.replace(config.draft, dtype="bfloat16"))
     assert torch.equal(load_embedding_and_head(half, CPU)[1], head.bfloat16())
+
+
+def test_a_target_that_changes_its_embedding_before_the_first_layer_is_refused(tmp_path: Path) -> None:
+    """By the numbers, whatever the family is called."""
+    for multiplier in (1.0, 12.0):
+        folder = tmp_path / f"times {multiplier}"
+        GraniteForCausalLM(GraniteConfig(**SHAPE, embedding_multiplier=multiplier)).save_pretrained(folder)
+    TargetModel.load(make_config(tmp_path / "times 1.0", [1]), CPU)
+    with pytest.raises(ModelError, match="does not change its embedding before the first layer, found granite"):
+        TargetModel.load(make_config(tmp_path / "times 12.0", [1]), CPU)
+    Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE)).save_pretrained(tmp_path / "gemma")
+    with pytest.raises(ModelError, match="does not change its embedding before the first layer, found gemma3_text"):
+        TargetModel.load(make_config(tmp_path / "gemma", [1]), CPU)
 
 
 def test_the_tiny_target_of_the_repository_loads() -> None:

@@ -1,0 +1,69 @@
+"""Which targets cannot be trained for, by the JSON files of their folder alone: nothing is loaded to find out."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError, ModelError
+from common.json_file import read_object
+from common.target_shape import read_target_config
+
+_QUANTIZATION = ("quantization_config", "compression_config", "quantization")
+_MULTIPLIERS = ("embedding_multiplier", "embedding_scale", "scale_emb", "scale_embedding", "mup_enabled")
+_SPECIAL = ("bos", "eos", "pad")
+
+
+def refuse_quantized(folder: Path) -> None:
+    """Raise ModelError where the folder says that its weights are quantized: no loader here is proven to undo it."""
+    found = next(_quantization(read_target_config(folder)[0]), None)
+    if found is None and (folder / "hf_quant_config.json").is_file():
+        found = "hf_quant_config.json"
+    if found is not None:
+        raise ModelError(f"model.path: needed weights that are not quantized, found {found} in {folder}")
+
+
+def refuse_scaled_embedding(folder: Path) -> None:
+    """Raise ModelError where the decoder multiplies the rows of its embedding, which a draft model reads as they are.
+
+    By the name of the family, or by the keys that the modules of transformers multiply by; a target process also
+    compares the input of its first layer with the embedding.
+    """
+    _, inner = read_target_config(folder)
+    model_type = str(inner.get("model_type"))
+    reasons = [f"{key} {inner[key]}" for key in _MULTIPLIERS if _multiplies(inner.get(key))]
+    if "gemma" in model_type or reasons:
+        found = ", ".join([model_type, *reasons])
+        raise ModelError(f"model.path: needed a target that does not scale its embedding, found {found} in {folder}")
+
+
+def refuse_special_mask(folder: Path, mask_token_id: int) -> None:
+    """Raise ConfigError where text contains the mask token: it begins, ends or pads a text of this target."""
+    for key, path, found in _special_ids(folder):
+        if mask_token_id in (found if isinstance(found, list) else [found]):
+            raise ConfigError(
+                f"draft.mask_token_id: needed an id that text never contains, found {mask_token_id}, the {key} of {path}"
+            )
+
+
+def _quantization(value: Any) -> Iterator[str]:
+    """Yield a description of every sign of quantization, however deep in the wrappers of config.json."""
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        if key in _QUANTIZATION and inner:
+            method = inner.get("quant_method") or inner.get("quant_algo") if isinstance(inner, dict) else inner
+            yield f"{key} {method}" if method else key
+        yield from _quantization(inner)
+
+
+def _multiplies(value: Any) -> bool:
+    return value is True or value not in (None, False, 1)  # 1 and 1.0 are equal, and so are 1 and True
+
+
+def _special_ids(folder: Path) -> list[tuple[str, Path, Any]]:
+    """Return key, file and value of what config.json and generation_config.json name."""
+    path = folder / "config.json"
+    contents = [(path, part) for part in read_target_config(folder)]
+    path = folder / "generation_config.json"
+    if path.is_file():
+        contents.append((path, read_object(path, ModelError)))
+    keys = [f"{name}_token_id" for name in _SPECIAL]
+    return [(key, path, content[key]) for path, content in contents for key in keys if content.get(key) is not None]
