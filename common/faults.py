@@ -16,6 +16,8 @@ from typing import Literal
 
 import msgspec
 
+from common.errors import ConfigError
+
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What happens to one actor at one point."""
@@ -36,14 +38,23 @@ class _Planned:
 _planned: list[_Planned] = []
 
 
+def read(run_dir: Path) -> dict[str, list[Fault]]:
+    """Return the faults of every actor; none where there is no file. ConfigError where it holds anything else."""
+    path = run_dir / "faults.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, list[Fault]])
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path}: needed the faults of actors as in common/faults.py: {error}") from error
+
+
 def load(run_dir: Path, name: str) -> None:
     """Read what was planned for this actor; called once, at the start of its life."""
-    path = run_dir / "faults.json"
-    if not path.exists():
-        return
-    faults = msgspec.json.decode(path.read_bytes(), type=dict[str, list[Fault]])
-    marks = [run_dir / f"fault-{name}-{place}.happened" for place in range(len(faults.get(name, [])))]
-    _planned.extend(_Planned(fault, mark) for fault, mark in zip(faults.get(name, []), marks, strict=True))
+    faults = read(run_dir).get(name, [])
+    _planned.extend(_Planned(fault, run_dir / f"fault-{name}-{place}.happened") for place, fault in enumerate(faults))
 
 
 def reach(point: str) -> None:

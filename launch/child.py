@@ -39,6 +39,7 @@ class Child:
         self.log = log_path(run_dir, spec.name)
         self.started_s = 0.0
         self.last_exit: Exit | None = None
+        self.num_batches = 0  # of the lives that have ended
         self._run_dir = run_dir
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = Owner(0, 0)

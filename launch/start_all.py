@@ -5,7 +5,6 @@ Exit codes: 0 done, 1 an actor gave up, 2 bad configuration or input, 3 the run 
 """
 
 import argparse
-import fcntl
 import logging
 import os
 import shlex
@@ -25,15 +24,16 @@ from common.config import Config
 from common.damage import DamagedRows, Ranges, find_damage, write_damaged_rows
 from common.dataset import Dataset
 from common.drafter_files import fingerprint_drafter
-from common.errors import ConfigError, HeadraceError, ModelError, RunDirectoryBusyError
+from common.errors import HeadraceError, ModelError, RunDirectoryBusyError
 from common.slot_table import SlotTable
 from launch.control_server import ControlServer
-from launch.live import LiveLine
-from launch.log_file import last_lines
+from launch.live import LiveLine, show
+from launch.log_file import last_lines, last_message
 from launch.pace import Pace
 from launch.plan_table import format_plan
 from launch.report import Ending, write_report
 from launch.resume import check_resume
+from launch.run_directory import check_run_dir, lock_run_dir
 from launch.status import Gauges
 from launch.summary import summarize
 from launch.supervisor import Supervisor
@@ -81,6 +81,7 @@ def start(config: Config, run_dir: Path, command: str, dry_run: bool) -> int:
     """
     topology = plan_topology(config)
     exchange_address(run_dir)
+    check_run_dir(run_dir.absolute(), topology.actors)
     _check_model(config)
     run_dir = run_dir.absolute()
     config = _with_init(_with_paths(config, run_dir))
@@ -91,7 +92,7 @@ def start(config: Config, run_dir: Path, command: str, dry_run: bool) -> int:
     if dry_run:
         return EXIT_DONE
     os.umask(0o077)  # all that the run and its actors write is the owner's alone
-    lock = _lock(run_dir)
+    lock = lock_run_dir(run_dir)
     try:
         check_resume(config, run_dir)
         if config.data.synthetic is not None:
@@ -153,19 +154,17 @@ def _ending(supervisor: Supervisor, finished: bool) -> Ending:
         return Ending("stopped", EXIT_SIGNAL + supervisor.signum, f"signal {signal.Signals(supervisor.signum).name}")
     name = culprit.spec.name
     if supervisor.is_bad_input:
-        lines = last_lines(culprit.log, 1)
-        reason = "".join(lines).split(" ", 3)[-1]  # after date, time and level
-        return Ending("bad input", EXIT_BAD_INPUT, f"{name}: {reason}", name, lines)
+        return Ending("bad input", EXIT_BAD_INPUT, f"{name}: {last_message(culprit.log)}", name, last_lines(culprit.log, 1))
     return Ending("gave up", EXIT_GAVE_UP, supervisor.failure, name, last_lines(culprit.log, _NUM_LAST_LINES))
 
 
 def _say(ending: Ending, run_dir: Path, num_drafters: int, command: str) -> None:
     """Input that an actor refused is one line; all else that failed comes with the end of the culprit's log."""
     if ending.cause in ("done", "stopped"):
-        print(summarize(run_dir, num_drafters))
+        show(summarize(run_dir, num_drafters, is_done=ending.cause == "done"))
     if ending.cause == "stopped":
-        print(f"stopped; go on with: {command}")
-    print(f"report: {report_path(run_dir)}", flush=True)
+        show(f"stopped; go on with: {command}")
+    show(f"report: {report_path(run_dir)}")
     if ending.cause in ("bad input", "gave up"):
         print(f"error: {ending.reason}", file=sys.stderr)
     if ending.cause == "gave up" and ending.actor:
@@ -228,20 +227,6 @@ def _check_model(config: Config) -> None:
     folder = Path(config.model.path).expanduser()
     if not config.model.random_init and not any(folder.glob("*.safetensors")):
         raise ModelError(f"model.path: needed *.safetensors in {folder}, found none (model.random_init = true needs none)")
-
-
-def _lock(run_dir: Path) -> int:
-    try:
-        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(run_dir / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise ConfigError(f"--run-dir: needed a directory to write to, found {run_dir}: {error.strerror}") from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        raise RunDirectoryBusyError(f"--run-dir: needed a directory of no other run, found {run_dir} locked") from None
-    return fd
 
 
 if __name__ == "__main__":

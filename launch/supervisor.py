@@ -7,7 +7,7 @@ when one dies, the survivors keep their state in memory and the group forms anew
                 |  ^                                              ^
                 |  +-- restart -- an actor died                   |
                 |                                                 |
-                +-- SIGTERM, Ctrl-C: stop drafters (they save) ---+
+                +-- SIGTERM, SIGHUP, ^C: stop drafters (they save)+
                 +-- hopeless, crash loop, second Ctrl-C: kill all -> ended
 """
 
@@ -27,8 +27,8 @@ from common.config import Config
 from common.lifecycle import EXIT_DONE, EXIT_HOPELESS, EXIT_STOPPED, start_time
 from common.messages import ActorDied, Incarnation
 from launch.child import Child, Exit, wait_for_exit
-from launch.log_file import limit
-from launch.restarts import Restarts
+from launch.log_file import last_message, limit
+from launch.restarts import Progress, Restarts
 from launch.topology import SharedFds, Topology
 
 _TICK_S = 0.2
@@ -52,6 +52,7 @@ class Supervisor:
         self._doomed: dict[str, float] = {}  # name -> when to kill it
         self._renewed: set[str] = set()  # whose life an operator ended
         self._was_ready: set[str] = set()
+        self._furthest_step = 0
         self._done: set[str] = set()
         self._interrupts = 0
         self._signum = 0
@@ -94,7 +95,7 @@ class Supervisor:
 
     def run(self, on_tick: Callable[[], None]) -> bool:
         """Run to the end; True where the training came to its end."""
-        handlers = {signum: signal.signal(signum, self._interrupt) for signum in (signal.SIGINT, signal.SIGTERM)}
+        handlers = {signum: signal.signal(signum, self._interrupt) for signum in self._stop_signals()}
         try:
             self._call_group()
             for child in self.children:
@@ -131,7 +132,10 @@ class Supervisor:
         self._doomed.pop(name, None)
         is_renewed = name in self._renewed
         self._renewed.discard(name)
-        if self._board.read(child.spec.place).phase == Phase.READY:
+        notice = self._board.read(child.spec.place)
+        child.num_batches += notice.num_batches
+        self._furthest_step = max([self._furthest_step, *(self._board.read(other.spec.place).step for other in self.children)])
+        if notice.phase == Phase.READY:
             self._was_ready.add(name)
         if exit_.code == EXIT_DONE and role == "drafter":
             self._done.add(name)
@@ -142,17 +146,27 @@ class Supervisor:
         elif exit_.code == EXIT_HOPELESS or (exit_.code > 0 and name not in self._was_ready):
             self._give_up(child, f"{name} ended with {exit_}", hopeless=exit_.code == EXIT_HOPELESS)
         else:
-            log.warning("%s ended with %s", name, exit_)
             self._plan_restart(child, exit_)
 
     def _plan_restart(self, child: Child, exit_: Exit) -> None:
-        due = self.deaths.plan(child.spec.name)
-        if due is None:
-            settings = self._settings
-            times = f"{settings.max_restarts + 1} times within {settings.window_s:g} s"
-            self._give_up(child, f"{child.spec.name} ended {times}, last with {exit_}")
+        """A process that ended by itself has said why in the last line of its log; one that was killed has not."""
+        name = child.spec.name
+        end = f"{exit_}: {last_message(child.log)}" if exit_.code > 0 else str(exit_)
+        due = self.deaths.plan(name, self._progress(child))
+        if isinstance(due, str):
+            self._give_up(child, f"{name} ended {due}, last with {end}")
             return
+        log.warning("%s ended with %s", name, end)
         self._start_again(child, due)
+
+    def _progress(self, child: Child) -> Progress:
+        """Count what a life of the actor can add to: a drafter steps only, for its batches may have been trained before."""
+        served = {"exchange": self._of("target"), "target": [child], "drafter": []}[child.spec.role]
+        return Progress(self._furthest_step, sum(self._num_batches(target) for target in served))
+
+    def _num_batches(self, target: Child) -> int:
+        """Count the batches of all lives of a target; the record of one that ended stays until the next life starts."""
+        return target.num_batches + (self._board.read(target.spec.place).num_batches if target.alive else 0)
 
     def _start_again(self, child: Child, due: float) -> None:
         name = child.spec.name
@@ -243,6 +257,12 @@ class Supervisor:
     def _interrupt(self, signum: int, frame: FrameType | None) -> None:
         self._interrupts += 1
         self._signum = signum
+
+    @staticmethod
+    def _stop_signals() -> list[signal.Signals]:
+        """Leave SIGHUP out where it is ignored: so nohup keeps a run alive."""
+        hangs_up = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
+        return [signal.SIGINT, signal.SIGTERM, *hangs_up]
 
     def _of(self, role: str) -> list[Child]:
         return [child for child in self.children if child.spec.role == role]

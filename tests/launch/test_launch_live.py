@@ -11,7 +11,7 @@ from common.acceptance import Acceptance, Evaluation, SetAcceptance
 from common.board import Board, Notices, Phase
 from common.metrics import MetricsWriter
 from common.slot_table import NOBODY, SlotRecord, SlotState, SlotTable
-from launch.live import LiveLine
+from launch.live import LiveLine, fit
 from launch.pace import Pace
 from launch.summary import summarize
 from launch.topology import plan_topology
@@ -74,7 +74,7 @@ def test_summary_of_a_run(tmp_path: Path) -> None:
     alone = {"eval": SetAcceptance(**msgspec.structs.asdict(measured), categories={})}
     evaluation = Evaluation(**msgspec.structs.asdict(measured), step=2, acceptance_other_prompt=1.25, sets=alone)
     metrics.write(**msgspec.to_builtins(evaluation))
-    assert summarize(tmp_path, 2).splitlines() == [
+    assert summarize(tmp_path, 2, is_done=True).splitlines() == [
         "loss                                   4.0000 -> 3.0000",
         "held-out acceptance length             1.000 before, 2.500 after training",
         "  with another prompt's hidden states  1.250; the hidden states carry 1.250",
@@ -83,4 +83,50 @@ def test_summary_of_a_run(tmp_path: Path) -> None:
 
 
 def test_summary_of_a_run_that_never_stepped(tmp_path: Path) -> None:
-    assert summarize(tmp_path, 2) == ""
+    assert summarize(tmp_path, 2, is_done=False) == ""
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "last_step", "is_done", "told"),
+    [
+        ([0], 7, False, "1.000 before training"),
+        ([0, 4], 7, False, "1.000 before, 1.500 after step 4"),
+        ([0, 7], 7, False, "1.000 before, 1.500 after step 7"),
+        ([0, 7], 7, True, "1.000 before, 1.500 after training"),
+        ([0, 4], 7, True, "1.000 before, 1.500 after step 4"),
+        ([4], 7, False, "1.500 after step 4"),
+    ],
+)
+def test_summary_claims_no_evaluation_that_was_not_made(
+    tmp_path: Path, evaluated: list[int], last_step: int, is_done: bool, told: str
+) -> None:
+    metrics = MetricsWriter(tmp_path, "drafter-0")
+    metrics.write(step=last_step, loss=3.0)
+    for step in evaluated:
+        measured = Acceptance(acceptance=1.5 if step else 1.0, acceptance_per_position=[0.5, 0.0], num_rounds=4, num_tokens=6)
+        alone = {"eval": SetAcceptance(**msgspec.structs.asdict(measured), categories={})}
+        evaluation = Evaluation(**msgspec.structs.asdict(measured), step=step, acceptance_other_prompt=1.0, sets=alone)
+        metrics.write(**msgspec.to_builtins(evaluation))
+    assert f"held-out acceptance length             {told}\n" in summarize(tmp_path, 1, is_done=is_done)
+
+
+def test_line_fits_the_terminal() -> None:
+    """The verdict goes without its shares first, then ring, verdict, restarts and so on; step and time left stay."""
+    parts = {
+        "step": "step 4/10",
+        "loss": "loss 0.5000",
+        "acceptance": "acceptance 1.50",
+        "tok/s": "tok/s 100 > 50",
+        "ring": "ring 1/4",
+        "waiting": "drafter bound (targets wait 25%, drafters 0%)",
+        "restarts": "restarts 0",
+        "left": "left 1:22",
+    }
+    whole = "  ".join(parts.values())
+    assert fit(parts, len(whole)) == whole
+    for width in range(len(whole)):
+        assert len(fit(parts, width)) <= width
+    assert fit(parts, len(whole) - 1) == whole.replace(" (targets wait 25%, drafters 0%)", "")
+    assert fit(parts, 79) == "step 4/10  loss 0.5000  acceptance 1.50  tok/s 100 > 50  restarts 0  left 1:22"
+    assert fit(parts, 20) == "step 4/10  left 1:22"
+    assert fit(parts, 4) == "step"
