@@ -221,10 +221,10 @@ class Supervisor:
 
     def _stop_drafters(self, on_tick: Callable[[], None]) -> None:
         """They finish a step together and save. Without one that holds the run in memory there is nothing to save."""
-        deadline, told = time.monotonic() + self._settings.stop_timeout_s, set[int]()
+        deadline, told, is_called = time.monotonic() + self._settings.stop_timeout_s, set[int](), False
         while any(child.alive for child in self._of("drafter")) and not self.failure:
             alive = [child for child in self._of("drafter") if child.alive]
-            ready = [child for child in alive if self._board.read(child.spec.place).phase == Phase.READY]
+            ready = [child for child in alive if self._is_ready(child)]
             if not ready or self._interrupts > 1 or time.monotonic() > deadline:
                 self._end(alive, signal.SIGKILL, on_tick)
                 return
@@ -232,6 +232,9 @@ class Supervisor:
                 if child.pid not in told:  # a process on its way out would die of a second one
                     child.send(signal.SIGTERM)
                     told.add(child.pid)
+            if not is_called and not any(self._is_ready(child) for child in self._of("target")):
+                is_called = True  # they wait for batches that may never come: so they save what they have
+                self._board.start_group(time.time_ns())
             self._tick(on_tick)
 
     def _end(self, children: list[Child], signum: signal.Signals, on_tick: Callable[[], None]) -> None:
@@ -263,6 +266,9 @@ class Supervisor:
         """Leave SIGHUP out where it is ignored: so nohup keeps a run alive."""
         hangs_up = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
         return [signal.SIGINT, signal.SIGTERM, *hangs_up]
+
+    def _is_ready(self, child: Child) -> bool:
+        return child.alive and self._board.read(child.spec.place).phase == Phase.READY
 
     def _of(self, role: str) -> list[Child]:
         return [child for child in self.children if child.spec.role == role]

@@ -59,6 +59,7 @@ class Trainer:
         self._is_half_taken = False  # the weights are neither this rank's nor another's
         self._waited_s = 0.0
         self._num_skipped = 0  # in a row
+        self._step = _NOWHERE  # the last one that this or another rank made since the run was resumed
         self._stop_requested = False  # by any rank, so all know it at the same step
 
     def run(self, fetcher: Fetcher) -> None:
@@ -72,6 +73,8 @@ class Trainer:
             try:
                 self._group.join()
                 self._share_state()
+                if self._stop_requested:
+                    self._stop_between_steps()
                 fetcher.start(self._position)
                 self._actor.notices.phase(Phase.READY)
                 self._train(fetcher)
@@ -90,7 +93,7 @@ class Trainer:
     def _share_state(self) -> None:
         """All ranks go on from the one that is furthest; from disk only where none holds the run in memory."""
         positions = self._group.collect(self._position)
-        self._stop_requested = any(self._group.collect(self._stop_requested))
+        self._stop_requested = any(self._group.collect(self._stop_requested or self._actor.stopping))
         furthest = max(positions)
         if furthest == _NOWHERE:
             self._resume()
@@ -107,15 +110,22 @@ class Trainer:
         before = self._position
         if self._actor.index != source:
             self._position, self._is_half_taken = _NOWHERE, True
-        counts = torch.tensor([self._num_skipped, self._evaluator.step, self._evaluated_at], device=self._embedding.device)
+        numbers = [self._num_skipped, self._evaluator.step, self._evaluated_at, self._step]
+        counts = torch.tensor(numbers, device=self._embedding.device)
         state = self._optimizer.state_dict()
         self._group.copy_from(source, [*state.values(), counts, self._evaluator.rounds])
         self._optimizer.load_state_dict(state)
-        self._num_skipped, self._evaluator.step, self._evaluated_at = counts.tolist()
+        self._num_skipped, self._evaluator.step, self._evaluated_at, self._step = counts.tolist()
         self._snapshots.evaluation = self._evaluator.result() or self._snapshots.evaluation
         self._position, self._is_half_taken = position, False
         self._keep_if_best()
         log.info("rank %d gave its state: batch %d -> %d", source, before, position)
+
+    def _stop_between_steps(self) -> None:
+        """Leave without another step: the supervisor calls a group that is stopping where no target can serve it."""
+        if self._step != _NOWHERE:  # else all there is to save came from the disk
+            self._save(self._step, required=True)
+        raise StoppedError
 
     def _train(self, fetcher: Fetcher) -> None:
         while first := self._next(fetcher):
@@ -151,6 +161,7 @@ class Trainer:
         watch.lap("optimizer_s")
         self._profiler.after(step)
         self._position += self._config.plan.batches_per_step
+        self._step = step
         cost = StepCost(sum(num_tokens for _, num_tokens, _ in done), sum(flops for *_, flops in done))
         self._report(self._journal.push(step, result, watch, cost, [facts for facts, *_ in done]))
 
