@@ -3,7 +3,8 @@
 import fcntl
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from common import faults
@@ -38,24 +39,31 @@ def check_run_dir(run_dir: Path, actors: list[ActorSpec]) -> None:
     read_series(run_dir, sum(actor.role == "drafter" for actor in actors))
 
 
-def lock_run_dir(run_dir: Path) -> int:
-    """Make the directory where it is not there, and hold its lock until the returned descriptor is closed.
+@contextmanager
+def lock_run_dir(run_dir: Path) -> Iterator[None]:
+    """Make the directory where it is not there, and hold its lock for the time of the block.
 
     Raises:
         ConfigError: it cannot be made or written to.
         RunDirectoryBusyError: another run holds it.
     """
+    fd = _open_lock(run_dir)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunDirectoryBusyError(f"--run-dir: needed a directory of no other run, found {run_dir} locked") from None
+        yield
+    finally:
+        os.close(fd)
+
+
+def _open_lock(run_dir: Path) -> int:
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(run_dir / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        return os.open(run_dir / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigError(f"--run-dir: needed a directory to write to, found {run_dir}: {error.strerror}") from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        raise RunDirectoryBusyError(f"--run-dir: needed a directory of no other run, found {run_dir} locked") from None
-    return fd
 
 
 def _check_kind(path: Path, is_kind: _Test, needed: str) -> None:

@@ -26,6 +26,7 @@ from common.dataset import Dataset
 from common.drafter_files import fingerprint_drafter
 from common.errors import HeadraceError, ModelError, RunDirectoryBusyError
 from common.slot_table import SlotTable
+from launch.control_messages import RunStatus
 from launch.control_server import ControlServer
 from launch.live import LiveLine, show
 from launch.log_file import last_lines, last_message
@@ -71,7 +72,7 @@ def main() -> int:
 
 
 def start(config: Config, run_dir: Path, command: str, dry_run: bool) -> int:
-    """Check the input, prepare the run directory, run the actors, say how it ended.
+    """Resolve and check the input, lock and prepare the run directory, run the actors, say how it ended.
 
     Args:
         config: as loaded.
@@ -81,32 +82,46 @@ def start(config: Config, run_dir: Path, command: str, dry_run: bool) -> int:
     """
     topology = plan_topology(config)
     exchange_address(run_dir)
-    check_run_dir(run_dir.absolute(), topology.actors)
-    _check_model(config)
     run_dir = run_dir.absolute()
-    config = _with_init(_with_paths(config, run_dir))
-    if config.data.synthetic is None:
-        _check_data(config)
-    memory.check_available(topology.shared_bytes)
+    config = _resolve(config, run_dir)
+    _check(config, topology, run_dir)
     print(f"{run_dir}\n{describe(topology)}", flush=True)
     if dry_run:
         return EXIT_DONE
     os.umask(0o077)  # all that the run and its actors write is the owner's alone
-    lock = lock_run_dir(run_dir)
-    try:
-        check_resume(config, run_dir)
-        if config.data.synthetic is not None:
-            write_synthetic(config, run_dir / "data")
-        if config.data.skip_damaged:
-            _find_damage(config, run_dir)
-        data = read_run_data(config, run_dir)
-        plan, _ = data.plan(config)
-        print(format_plan(plan, *data, config.plan), flush=True)
-        configuration.write(config, run_dir)
-        report_path(run_dir).unlink(missing_ok=True)
-        return _run(config, topology, run_dir, plan, command)
-    finally:
-        os.close(lock)
+    with lock_run_dir(run_dir):
+        plan = _prepare(config, run_dir)
+        ending, status = _run(config, topology, run_dir)
+        _report(ending, status, config, run_dir, plan, command)
+    return ending.exit_code
+
+
+def _resolve(config: Config, run_dir: Path) -> Config:
+    return _with_init(_with_paths(config, run_dir))
+
+
+def _check(config: Config, topology: Topology, run_dir: Path) -> None:
+    """Look at all that a person gave, for its errors, before anything is written."""
+    _check_model(config)
+    if config.data.synthetic is None:
+        _check_data(config)
+    check_run_dir(run_dir, topology.actors)
+    memory.check_available(topology.shared_bytes)
+
+
+def _prepare(config: Config, run_dir: Path) -> Plan:
+    """Make the run directory that of this run, as its actors read it, and return the sequence of its batches."""
+    check_resume(config, run_dir)
+    if config.data.synthetic is not None:
+        write_synthetic(config, run_dir / "data")
+    if config.data.skip_damaged:
+        _find_damage(config, run_dir)
+    data = read_run_data(config, run_dir)
+    plan, _ = data.plan(config)
+    print(format_plan(plan, *data, config.plan), flush=True)
+    configuration.write(config, run_dir)
+    report_path(run_dir).unlink(missing_ok=True)
+    return plan
 
 
 def _command(config: Path, run_dir: Path, overrides: list[str]) -> str:
@@ -114,7 +129,8 @@ def _command(config: Path, run_dir: Path, overrides: list[str]) -> str:
     return shlex.join([*line, *(["--set", *overrides] if overrides else [])])
 
 
-def _run(config: Config, topology: Topology, run_dir: Path, plan: Plan, command: str) -> int:
+def _run(config: Config, topology: Topology, run_dir: Path) -> tuple[Ending, RunStatus]:
+    """Run the actors to the end of the last; return what ended the run, and its last state."""
     fds = _create_memory(topology)
     board = Board(fds.board, len(topology.actors))
     table = SlotTable(fds.control, config.num_targets * config.ring.num_slots)
@@ -138,12 +154,16 @@ def _run(config: Config, topology: Topology, run_dir: Path, plan: Plan, command:
         server.close()
         live.end()
     pace.observe()
+    return ending, gauges.read()
+
+
+def _report(ending: Ending, status: RunStatus, config: Config, run_dir: Path, plan: Plan, command: str) -> None:
+    """Write the report and print its essence."""
     try:
-        write_report(run_dir, ending, gauges.read(), plan, config, command)
+        write_report(run_dir, ending, status, plan, config, command)
     except OSError as error:
         log.error("%s: not written: %s", report_path(run_dir), error.strerror)
     _say(ending, run_dir, config.num_drafters, command)
-    return ending.exit_code
 
 
 def _ending(supervisor: Supervisor, finished: bool) -> Ending:
@@ -204,7 +224,7 @@ def _absolute(path: str) -> str:
 
 
 def _check_data(config: Config) -> None:
-    """Open what was prepared, for its errors, before anything is written."""
+    """Open what was prepared, for its errors."""
     for path in (config.data.path, *config.data.eval_sets.values()):
         Dataset.open(Path(path), damaged=config.data.skip_damaged)
 

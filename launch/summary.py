@@ -18,13 +18,6 @@ class _Stepped(msgspec.Struct):
     loss: float | None
 
 
-class _Evaluated(msgspec.Struct):
-    """The least that a record of an evaluation holds."""
-
-    step: int
-    acceptance: float
-
-
 def read_series(run_dir: Path, num_drafters: int) -> tuple[dict[int, float], dict[int, dict[str, Any]]]:
     """Return finite losses and evaluations by step, from all ranks: a rank that died misses what its peers have written.
 
@@ -36,18 +29,16 @@ def read_series(run_dir: Path, num_drafters: int) -> tuple[dict[int, float], dic
     for rank in range(num_drafters):
         name = actor_name("drafter", rank)
         for line in read_metrics(run_dir, name):
-            kind = _Evaluated if "acceptance" in line else _Stepped if "loss" in line else None
-            if kind is None:
-                continue
             try:
-                record = msgspec.convert(line, kind)
+                if "acceptance" in line:
+                    evaluations[msgspec.convert(line, Evaluation).step] = line
+                elif "loss" in line:
+                    record = msgspec.convert(line, _Stepped)
+                    if record.loss is not None:
+                        losses[record.step] = record.loss
             except msgspec.ValidationError as error:
                 path = metrics_path(run_dir, name)
                 raise DataError(f"{path}: needed records of steps and evaluations, found {line}: {error}") from error
-            if isinstance(record, _Evaluated):
-                evaluations[record.step] = line
-            elif record.loss is not None:
-                losses[record.step] = record.loss
     return dict(sorted(losses.items())), dict(sorted(evaluations.items()))
 
 

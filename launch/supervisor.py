@@ -1,7 +1,8 @@
 """Starts the actors, watches them, restarts what dies, and ends the run. Loads no torch.
 
-Actors are restarted one for one. The drafters are one group, because their collectives couple them:
-when one dies, the survivors keep their state in memory and the group forms anew (services/drafter/group.py).
+launch/actor_state.py draws the states of one actor, this file those of the run. Actors are restarted one for
+one. The drafters are one group, because their collectives couple them: when one dies, the survivors keep their
+state in memory and the group forms anew (services/drafter/group.py).
 
     start -> running -- all drafters done ------------------> stop targets -> stop exchange -> ended
                 |  ^                                              ^
@@ -18,14 +19,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import assert_never
 
 from common import faults
 from common.addresses import exchange_address
 from common.board import Board, Phase
 from common.channel import Channel
 from common.config import Config
-from common.lifecycle import EXIT_DONE, EXIT_HOPELESS, EXIT_STOPPED, start_time
+from common.lifecycle import start_time
 from common.messages import ActorDied, Incarnation
+from launch.actor_state import Circumstances, Edge, State, Verdict, judge
 from launch.child import Child, Exit, wait_for_exit
 from launch.log_file import last_message, limit
 from launch.restarts import Progress, Restarts
@@ -47,13 +50,8 @@ class Supervisor:
         self.deaths = Restarts(config.supervision)
         self.failure = ""  # why the run was given up
         self.culprit: Child | None = None
-        self.is_bad_input = False  # the culprit refused its input before it was ever ready
-        self._due: dict[str, float] = {}  # name -> when to start again
-        self._doomed: dict[str, float] = {}  # name -> when to kill it
-        self._renewed: set[str] = set()  # whose life an operator ended
-        self._was_ready: set[str] = set()
+        self.is_bad_input = False  # the culprit refused what a person gave to the run
         self._furthest_step = 0
-        self._done: set[str] = set()
         self._interrupts = 0
         self._signum = 0
         faults.load(run_dir, "supervisor")
@@ -70,10 +68,6 @@ class Supervisor:
         """Whether the actors are being stopped, for whatever reason."""
         return bool(self._interrupts or self.failure or self._all_done("drafter"))
 
-    def is_done(self, child: Child) -> bool:
-        """Whether it has come to the end of the training."""
-        return child.spec.name in self._done
-
     def stop(self) -> None:
         """As SIGTERM: the drafters save; the second time at once."""
         self._interrupt(signal.SIGTERM, None)
@@ -83,14 +77,10 @@ class Supervisor:
 
         Gently, a lone drafter saves first; among several none needs to, for the others hold the run in memory.
         """
-        name, now = child.spec.name, time.monotonic()
-        if not child.alive:
-            self._due[name] = now
-            return
-        saves = len(self._of("drafter")) == 1 and self._board.read(child.spec.place).phase == Phase.READY
+        saves = len(self._of("drafter")) == 1 and self._is_ready(child)
         gently = gently and (child.spec.role != "drafter" or saves)
-        self._renewed.add(name)
-        self._doomed[name] = now + self._settings.stop_timeout_s
+        now = time.monotonic()
+        child.move(Edge.RENEW, now + self._settings.stop_timeout_s if child.alive else now)
         child.send(signal.SIGTERM if gently else signal.SIGKILL)
 
     def run(self, on_tick: Callable[[], None]) -> bool:
@@ -98,8 +88,7 @@ class Supervisor:
         handlers = {signum: signal.signal(signum, self._interrupt) for signum in self._stop_signals()}
         try:
             self._call_group()
-            for child in self.children:
-                self._start(child)
+            self._start_due()
             while not self.is_stopping:
                 self._tick(on_tick)
             if not self.failure:
@@ -126,27 +115,31 @@ class Supervisor:
         on_tick()
 
     def _bury(self, child: Child, exit_: Exit) -> None:
-        """An actor's end: tell the exchange, then decide what it means."""
-        name, role = child.spec.name, child.spec.role
+        """Tell the exchange of an actor's end, then do what that end asks for."""
         self._channel.request(ActorDied(*exit_.owner))
-        self._doomed.pop(name, None)
-        is_renewed = name in self._renewed
-        self._renewed.discard(name)
+        self._take_figures(child)
+        circumstances = Circumstances(child.spec.role, child.was_ready, bool(self._interrupts))
+        verdict = judge(child.state, exit_.code, circumstances)
+        match verdict:
+            case Verdict.DONE:
+                child.move(Edge.FINISH)
+            case Verdict.STOPPED:
+                child.move(Edge.LEAVE)
+            case Verdict.RENEWED:
+                self._start_again(child, self.deaths.renew(child.spec.name))
+            case Verdict.CRASHED:
+                self._plan_restart(child, exit_)
+            case Verdict.BAD_INPUT | Verdict.HOPELESS:
+                self._give_up(child, f"{child.spec.name} ended with {exit_}", is_bad_input=verdict == Verdict.BAD_INPUT)
+            case _:
+                assert_never(verdict)
+
+    def _take_figures(self, child: Child) -> None:
+        """Keep what the record of a life that has ended shows: the next life starts a new one."""
         notice = self._board.read(child.spec.place)
+        child.was_ready |= notice.phase == Phase.READY
         child.num_batches += notice.num_batches
         self._furthest_step = max([self._furthest_step, *(self._board.read(other.spec.place).step for other in self.children)])
-        if notice.phase == Phase.READY:
-            self._was_ready.add(name)
-        if exit_.code == EXIT_DONE and role == "drafter":
-            self._done.add(name)
-        elif self._interrupts and exit_.code == EXIT_STOPPED:
-            return
-        elif is_renewed:
-            self._start_again(child, self.deaths.renew(name))
-        elif exit_.code == EXIT_HOPELESS or (exit_.code > 0 and name not in self._was_ready):
-            self._give_up(child, f"{name} ended with {exit_}", hopeless=exit_.code == EXIT_HOPELESS)
-        else:
-            self._plan_restart(child, exit_)
 
     def _plan_restart(self, child: Child, exit_: Exit) -> None:
         """A process that ended by itself has said why in the last line of its log; one that was killed has not."""
@@ -169,49 +162,48 @@ class Supervisor:
         return target.num_batches + (self._board.read(target.spec.place).num_batches if target.alive else 0)
 
     def _start_again(self, child: Child, due: float) -> None:
-        name = child.spec.name
-        self._due[name] = due
-        if name in self._was_ready:
-            self.deaths.is_down(name, self._board.read(child.spec.place).progress_s)
+        child.move(Edge.RESTART, due)
+        if child.was_ready:
+            self.deaths.is_down(child.spec.name, self._board.read(child.spec.place).progress_s)
         if child.spec.role == "drafter":
             self._call_group()
 
     def _call_group(self) -> None:
         """Call the drafters together; those that were done are needed again. A life's number is never used twice."""
         self._board.start_group(time.time_ns())
-        now = time.monotonic()
-        self._due |= dict.fromkeys(self._done, now)
-        self._done.clear()
+        for child in self._of("drafter"):
+            if child.state == State.DONE:
+                child.move(Edge.CALL, time.monotonic())
 
     def _start_due(self) -> None:
-        now = time.monotonic()
         for child in self.children:
-            if not child.alive and self._due.get(child.spec.name, now + 1) <= now:
-                del self._due[child.spec.name]
-                self._start(child)
-
-    def _start(self, child: Child) -> None:
-        self._board.wipe(child.spec.place)
-        child.start(self._fds)
+            if child.state == State.DOWN and child.due_s <= time.monotonic():
+                self._board.wipe(child.spec.place)
+                child.start(self._fds)
+                child.move(Edge.START)
 
     def _check_progress(self, child: Child) -> None:
         """A hung actor is asked for its stacks, then killed; only its end makes its slots free again."""
         name, notice, now = child.spec.name, self._board.read(child.spec.place), time.monotonic()
+        if child.state != State.ALIVE:
+            self._kill_where_due(child)
+            return
         if notice.phase != Phase.READY:
             silent_s, limit_s = now - child.started_s, self._settings.ready_timeout_s
         else:
             silent_s, limit_s = now - notice.progress_s, self._settings.stall_timeout_s
             self.deaths.is_back(name)
-        if name in self._doomed:
-            if now < self._doomed[name]:
-                return
-            if faults.is_switched("supervisor.no_fencing"):
-                self._bury(child, child.abandon())
-            child.send(signal.SIGKILL)
-        elif silent_s > limit_s and not self._waits_for_others(child):
+        if silent_s > limit_s and not self._waits_for_others(child):
             log.warning("%s made no progress for %.0f s: its stacks go to its log, then it is killed", name, silent_s)
             child.send(signal.SIGUSR1)
-            self._doomed[name] = now + _DUMP_S
+            child.move(Edge.HANG, now + _DUMP_S)
+
+    def _kill_where_due(self, child: Child) -> None:
+        if time.monotonic() < child.due_s:
+            return
+        if faults.is_switched("supervisor.no_fencing"):
+            self._bury(child, child.abandon())
+        child.send(signal.SIGKILL)
 
     def _waits_for_others(self, child: Child) -> bool:
         """Whether it waits in a collective for a drafter that is not there: then the other one is to be judged."""
@@ -251,11 +243,10 @@ class Supervisor:
                 child.take_exit()
             on_tick()
 
-    def _give_up(self, child: Child, reason: str, *, hopeless: bool = False) -> None:
+    def _give_up(self, child: Child, reason: str, *, is_bad_input: bool = False) -> None:
+        child.move(Edge.LEAVE)
         if not self.failure:
-            self.failure, self.culprit = reason, child
-            reads_data = child.spec.role == "target"  # what it meets later is a damaged row
-            self.is_bad_input = hopeless and (reads_data or child.spec.name not in self._was_ready)
+            self.failure, self.culprit, self.is_bad_input = reason, child, is_bad_input
 
     def _interrupt(self, signum: int, frame: FrameType | None) -> None:
         self._interrupts += 1
@@ -274,4 +265,4 @@ class Supervisor:
         return [child for child in self.children if child.spec.role == role]
 
     def _all_done(self, role: str) -> bool:
-        return all(child.spec.name in self._done for child in self._of(role))
+        return all(child.state == State.DONE for child in self._of(role))

@@ -10,6 +10,7 @@ from common import config as configuration
 from common import memory
 from common.board import Board, Notices, Phase
 from common.slot_table import Owner
+from launch.actor_state import State
 from launch.child import Child, Exit, wait_for_exit
 from launch.supervisor import Supervisor
 from launch.topology import SharedFds, plan_topology
@@ -55,6 +56,7 @@ def test_who_fails_before_it_was_ever_ready_would_fail_again(
     target = supervisor.children[1]
     if was_ready:
         Notices(fds.board, target.spec.place, os.getpid()).phase(Phase.READY)
+    target.state = State.ALIVE
     supervisor._bury(target, Exit(1, Owner(1, 1)))
     assert supervisor.failure == failure
     assert supervisor.deaths.counts == ({"target-0": 1} if was_ready else {})
@@ -65,9 +67,11 @@ def test_restarts_are_counted_per_actor(fds: SharedFds, tmp_path: Path) -> None:
     supervisor = make_supervisor(fds, tmp_path)
     for child in (*supervisor.children[1:3], *supervisor.children[1:3]):
         Notices(fds.board, child.spec.place, os.getpid()).add(num_batches=1)
+        child.state = State.ALIVE
         supervisor._bury(child, Exit(-9, Owner(1, 1)))
     assert supervisor.failure == ""
     Notices(fds.board, 2, os.getpid()).add(num_batches=1)
+    supervisor.children[2].state = State.ALIVE
     supervisor._bury(supervisor.children[2], Exit(-9, Owner(1, 1)))
     assert supervisor.failure == "target-1 ended 3 times within 60 s, last with signal SIGKILL"
     assert supervisor.culprit is supervisor.children[2]
@@ -85,6 +89,7 @@ def die(supervisor: Supervisor, fds: SharedFds, place: int, *, num_batches: int 
     notices.show_step(step, 10, 1.0)
     child.log.parent.mkdir(exist_ok=True)
     child.log.write_text("2026-11-29 12:00:00,000 E failed\nRuntimeError: no luck\n")
+    child.state = State.ALIVE
     supervisor._bury(child, Exit(1, Owner(1, 1)))
     return supervisor.failure
 
