@@ -65,15 +65,20 @@ def test_line_shows_figures_rates_and_time_left(monkeypatch: pytest.MonkeyPatch,
     assert capsys.readouterr().out.endswith("  left 4:41:21\n")  # 993 steps at 3 in 51 s
 
 
+def write_evaluation(metrics: MetricsWriter, step: int, acceptance: float, control: float = 1.0) -> None:
+    """Write what a drafter measures on one set without categories."""
+    measured = Acceptance(acceptance=acceptance, acceptance_per_position=[0.9, 0.6], num_rounds=4, num_tokens=10)
+    sets = {"eval": SetAcceptance(**msgspec.structs.asdict(measured), categories={})}
+    evaluation = Evaluation(**msgspec.structs.asdict(measured), step=step, acceptance_other_prompt=control, sets=sets)
+    metrics.write(**msgspec.to_builtins(evaluation))
+
+
 def test_summary_of_a_run(tmp_path: Path) -> None:
     metrics = MetricsWriter(tmp_path, "drafter-0")
-    metrics.write(step=0, acceptance=1.0, acceptance_other_prompt=1.0)
+    write_evaluation(metrics, 0, 1.0)
     MetricsWriter(tmp_path, "drafter-1").write(step=1, loss=4.0)  # drafter-0 died before it wrote this one
     metrics.write(step=2, loss=3.0)
-    measured = Acceptance(acceptance=2.5, acceptance_per_position=[0.9, 0.6], num_rounds=4, num_tokens=10)
-    alone = {"eval": SetAcceptance(**msgspec.structs.asdict(measured), categories={})}
-    evaluation = Evaluation(**msgspec.structs.asdict(measured), step=2, acceptance_other_prompt=1.25, sets=alone)
-    metrics.write(**msgspec.to_builtins(evaluation))
+    write_evaluation(metrics, 2, 2.5, control=1.25)
     assert summarize(tmp_path, 2, is_done=True).splitlines() == [
         "loss                                   4.0000 -> 3.0000",
         "held-out acceptance length             1.000 before, 2.500 after training",
@@ -103,10 +108,7 @@ def test_summary_claims_no_evaluation_that_was_not_made(
     metrics = MetricsWriter(tmp_path, "drafter-0")
     metrics.write(step=last_step, loss=3.0)
     for step in evaluated:
-        measured = Acceptance(acceptance=1.5 if step else 1.0, acceptance_per_position=[0.5, 0.0], num_rounds=4, num_tokens=6)
-        alone = {"eval": SetAcceptance(**msgspec.structs.asdict(measured), categories={})}
-        evaluation = Evaluation(**msgspec.structs.asdict(measured), step=step, acceptance_other_prompt=1.0, sets=alone)
-        metrics.write(**msgspec.to_builtins(evaluation))
+        write_evaluation(metrics, step, 1.5 if step else 1.0)
     assert f"held-out acceptance length             {told}\n" in summarize(tmp_path, 1, is_done=is_done)
 
 
