@@ -13,7 +13,7 @@ from common.errors import ConfigError, RunDirectoryBusyError
 from launch.summary import read_series
 from launch.topology import ActorSpec
 
-_FOLDERS = ("logs", "metrics", "checkpoints", "export", "quarantine", "rendezvous", "profile")
+_FOLDERS = ("data", "logs", "metrics", "checkpoints", "export", "quarantine", "rendezvous", "profile")
 _FILES = ("lock", "exchange.lock", "config.json", "faults.json", "anchors.json", "damaged.json")
 _Test = Callable[[int], bool]
 

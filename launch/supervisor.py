@@ -249,6 +249,8 @@ class Supervisor:
             self.failure, self.culprit, self.is_bad_input = reason, child, is_bad_input
 
     def _interrupt(self, signum: int, frame: FrameType | None) -> None:
+        if signum == signal.SIGHUP and self._interrupts:
+            return  # shell and kernel both send one when a terminal closes: the second is nobody's impatience
         self._interrupts += 1
         self._signum = signum
 

@@ -129,7 +129,7 @@ def test_run_directory_that_is_a_file(run: LaunchedRun) -> None:
 
 
 IN_THE_WAY = {
-    "a folder": ["logs", "metrics", "checkpoints", "export"],
+    "a folder": ["data", "logs", "metrics", "checkpoints", "export"],
     "a file": ["lock", "report.json", "config.json", "faults.json", "logs/target-0.log", "metrics/drafter-0.jsonl"],
     "a socket": ["control.sock", "exchange.sock"],
 }

@@ -107,6 +107,7 @@ def test_a_terminal_that_is_closed_ends_the_run_in_good_order(run: LaunchedRun) 
     while len(shown := re.findall(rb"\r(step [^\r\n]*)\x1b\[K", seen)) < 2 or b"acceptance 1" not in shown[-1]:
         seen += os.read(ours, 65536)
     os.close(ours)
+    started.send_signal(signal.SIGHUP)  # a shell passes its own on
     assert started.wait(120) == 128 + signal.SIGHUP, run.log_tails()
     assert max(map(len, shown)) < 80
     last = run.steps()[-1]
