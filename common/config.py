@@ -142,6 +142,7 @@ class SupervisionConfig(Section, frozen=True, kw_only=True):
 
     max_restarts: int = 5  # per actor within the window
     window_s: float = 60.0
+    max_deaths_without_progress: int = 3  # in a row, of one actor, with no new batch or step between them
     backoff_s: float = 0.5  # doubled with every restart in the window
     ready_timeout_s: float = 900.0  # from start to ready: loading and warm-up
     stall_timeout_s: float = 300.0  # no progress for longer: dumped, killed, restarted

@@ -17,6 +17,8 @@ from typing import Literal
 
 import msgspec
 
+from common.errors import ConfigError
+
 _ONCE = ("kill", "stop")
 
 
@@ -39,12 +41,22 @@ class _Planned:
 _planned: list[_Planned] = []
 
 
+def read(run_dir: Path) -> dict[str, list[Fault]]:
+    """Return the faults of every actor; none where there is no file. ConfigError where it holds anything else."""
+    path = run_dir / "faults.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, list[Fault]])
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path}: needed the faults of actors as in common/faults.py: {error}") from error
+
+
 def load(run_dir: Path, name: str) -> None:
     """Read what was planned for this actor; called once, at the start of its life."""
-    path = run_dir / "faults.json"
-    if not path.exists():
-        return
-    faults = msgspec.json.decode(path.read_bytes(), type=dict[str, list[Fault]]).get(name, [])
+    faults = read(run_dir).get(name, [])
     planned = [_Planned(fault, run_dir / f"fault-{name}-{index}.happened") for index, fault in enumerate(faults)]
     _planned.extend(plan for plan in planned if plan.fault.action not in _ONCE)
     _planned.extend([plan for plan in planned if plan.fault.action in _ONCE and not plan.mark.exists()][:1])

@@ -1,11 +1,10 @@
 """The life of an actor process, from its command line to its exit code.
 
-An actor dies with its supervisor, logs to its standard error (the supervisor points it at the log
+An actor dies with its supervisor (common/parent.py), logs to its standard error (the supervisor points it at the log
 file), ends its loop on SIGTERM, and dumps all stacks to its log on SIGUSR1.
 """
 
 import argparse
-import ctypes
 import faulthandler
 import logging
 import os
@@ -41,7 +40,6 @@ EXIT_FAILED = 1
 EXIT_HOPELESS = 2  # a restart would fail in the same way
 EXIT_STOPPED = 4  # told to stop before its work was done
 _HOPELESS = (ConfigError, DataError, ModelError, CheckpointError, RunDirectoryBusyError, TrainingDivergedError)
-_PR_SET_PDEATHSIG = 1
 _ALWAYS = float  # idle since 0.0
 
 log = logging.getLogger(__name__)
@@ -167,11 +165,10 @@ def run_actor(role: str, main: Callable[[Actor], None], add_arguments: Callable[
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--index", type=int, required=True)
     parser.add_argument("--place", type=int, required=True, help="record on the board")
-    parser.add_argument("--parent", type=int, required=True, help="pid of the supervisor")
+    parser.add_argument("--parent", type=int, required=True, help="pid of the supervisor, for common/parent.py")
     parser.add_argument("--board-fd", type=int, required=True)
     add_arguments(parser)
     args = parser.parse_args()
-    _die_with_parent(args.parent)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", stream=sys.stderr)
@@ -208,9 +205,3 @@ def _leave(code: int) -> NoReturn:
     sys.stdout.flush()
     logging.shutdown()
     os._exit(code)
-
-
-def _die_with_parent(parent: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
-        sys.exit(EXIT_FAILED)

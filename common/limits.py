@@ -41,6 +41,8 @@ def check(config: "Config") -> None:
     window = train.profile_steps
     _need(not window or (len(window) == 2 and 1 <= window[0] <= window[1]), "train.profile_steps", "[first, last]", window)
     _need(checkpoint.every_steps >= 1, "checkpoint.every_steps", "at least 1", checkpoint.every_steps)
+    deaths = config.supervision.max_deaths_without_progress
+    _need(deaths >= 1, "supervision.max_deaths_without_progress", "at least 1", deaths)
     _need(checkpoint.keep >= 1, "checkpoint.keep", "at least 1", checkpoint.keep)
 
 

@@ -2,12 +2,16 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from common.addresses import metrics_path
+from common.errors import DataError
+
+_NUM_SHOWN_BYTES = 40
 
 
 class MetricsWriter:
@@ -25,15 +29,19 @@ class MetricsWriter:
 
 
 def read_metrics(run_dir: Path, name: str) -> Iterator[dict[str, Any]]:
-    """The objects of one actor's file, oldest first; a line torn by a kill is left out."""
+    """Yield the objects of one actor's file, oldest first; a line torn by a kill is left out.
+
+    Raises:
+        DataError: a line was never the beginning of an object.
+    """
     path = metrics_path(run_dir, name)
     if not path.exists():
         return
-    for line in path.read_bytes().split(b"\n"):
-        try:
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        if line and not line.startswith(b"{"):
+            raise DataError(f"{path}: line {number}: needed a JSON object, found {line[:_NUM_SHOWN_BYTES]!r}")
+        with suppress(msgspec.DecodeError):
             yield msgspec.json.decode(line, type=dict[str, Any])
-        except msgspec.DecodeError:
-            continue
 
 
 def _end_torn_line(path: Path) -> None:

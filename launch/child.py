@@ -1,4 +1,4 @@
-"""One actor as a child process: started, watched through its pidfd, ended."""
+"""One actor as a child process: its state, and its lives: started, watched through a pidfd, ended."""
 
 import os
 import select
@@ -12,6 +12,7 @@ from typing import NamedTuple
 from common.addresses import log_path
 from common.lifecycle import start_time
 from common.slot_table import Owner
+from launch.actor_state import Edge, State, move
 from launch.topology import ActorSpec, SharedFds, command, inherited_fds
 
 _ENVIRONMENT = {
@@ -37,8 +38,12 @@ class Child:
     def __init__(self, spec: ActorSpec, run_dir: Path) -> None:
         self.spec = spec
         self.log = log_path(run_dir, spec.name)
+        self.state = State.DOWN
+        self.due_s = 0.0  # when to start it where it is DOWN, to kill it where it is HUNG or RENEWED
+        self.was_ready = False  # in this life or an earlier one
         self.started_s = 0.0
         self.last_exit: Exit | None = None
+        self.num_batches = 0  # of the lives that have ended
         self._run_dir = run_dir
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = Owner(0, 0)
@@ -53,6 +58,10 @@ class Child:
     def pid(self) -> int:
         """Of the latest life."""
         return self._owner.pid
+
+    def move(self, edge: Edge, due_s: float = 0.0) -> None:
+        """Follow an edge of launch/actor_state.py; `due_s` says when the new state ends, where it ends by itself."""
+        self.state, self.due_s = move(self.state, edge), due_s
 
     def start(self, fds: SharedFds) -> None:
         """Start a life. Call from the main thread: the parent-death signal is tied to the thread that spawns."""

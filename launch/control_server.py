@@ -10,6 +10,7 @@ import zmq
 
 from common.addresses import control_path
 from launch import control_messages
+from launch.actor_state import State
 from launch.child import Child
 from launch.control_messages import Accepted, GetStatus, Kill, Refused, Reply, Request, Restart, RunStatus, Stop
 from launch.supervisor import Supervisor
@@ -74,7 +75,7 @@ class ControlServer:
             return Refused(f"needed one of {names}, found {name!r}")
         if self._supervisor.is_stopping:
             return Refused("the run is being stopped")
-        if self._supervisor.is_done(child):
+        if child.state == State.DONE:
             return Refused(f"{name} has come to the end of the training")
         log.warning("an operator %s %s", "restarts" if gently else "kills", name)
         return Accepted(self._describe(child, gently))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 MAX_BYTES = 16 * 1024 * 1024
 _POLL_S = 0.2
+_STAMP = re.compile(r"^\d{4}-\S+ \S+ [A-Z] ")
 _HEADER = re.compile(rb"^.*---- \S+ started, pid \d+ ----$", re.MULTILINE)
 
 
@@ -39,6 +40,11 @@ def last_lines(path: Path, count: int) -> list[str]:
         return path.read_text(errors="replace").splitlines()[-count:]
     except OSError:
         return []
+
+
+def last_message(path: Path) -> str:
+    """Return the last line of a log without its date, time and level; "" where there is none."""
+    return _STAMP.sub("", "".join(last_lines(path, 1)))
 
 
 def follow(path: Path, position: int) -> Iterator[str]:

@@ -14,7 +14,7 @@ from common.config import Config
 from common.errors import ConfigError
 from common.json_file import write_json
 from launch.control_messages import RunStatus
-from launch.summary import read_series
+from launch.summary import first_and_last, read_series
 from services.exchange.plan import Plan
 
 Cause = Literal["done", "stopped", "gave up", "bad input", "supervisor failed"]
@@ -55,8 +55,8 @@ class Report(msgspec.Struct, kw_only=True):
     num_skipped: int  # steps that were not finite, see quarantine/
     loss_first: float | None
     loss_last: float | None
-    acceptance_first: float | None
-    acceptance_last: float | None
+    acceptance_first: float | None  # before the first step
+    acceptance_last: float | None  # the latest after a step
     evaluation_last: dict[str, Any] | None  # as in the metrics: by position, evaluation set and category
     evaluation_best: Evaluation | None  # of the checkpoint of the highest acceptance
     actors: list[ActorReport]
@@ -79,6 +79,7 @@ def write_report(run_dir: Path, ending: Ending, status: RunStatus, plan: Plan, c
     """
     losses, evaluations = read_series(run_dir, config.num_drafters)
     measured = list(evaluations.values())
+    acceptance_first, acceptance_last = first_and_last(evaluations)
     step = max([status.step, *losses])
     report = Report(
         **ending._asdict(),
@@ -90,8 +91,8 @@ def write_report(run_dir: Path, ending: Ending, status: RunStatus, plan: Plan, c
         num_skipped=status.num_skipped,
         loss_first=losses[min(losses)] if losses else None,
         loss_last=losses[max(losses)] if losses else None,
-        acceptance_first=measured[0]["acceptance"] if measured else None,
-        acceptance_last=measured[-1]["acceptance"] if measured else None,
+        acceptance_first=acceptance_first,
+        acceptance_last=acceptance_last,
         evaluation_last=measured[-1] if measured else None,
         evaluation_best=find_best(run_dir),
         actors=[

@@ -2,31 +2,48 @@
 
 import collections
 import time
+from typing import NamedTuple
 
 from common.config import SupervisionConfig
 
 
+class Progress(NamedTuple):
+    """Counts that only grow; where they stand still between two deaths of an actor, the second came of no work."""
+
+    step: int  # the furthest optimizer step of the run
+    num_batches: int  # that the actor, or all that it serves, have computed
+
+
 class Restarts:
-    """Counts ends per actor; an actor that ends too often is not started again."""
+    """Counts ends per actor; an actor that ends too often, or again and again without progress, is not started again."""
 
     def __init__(self, settings: SupervisionConfig) -> None:
         self._settings = settings
         self._recent: dict[str, collections.deque[float]] = collections.defaultdict(collections.deque)
+        self._at_death: dict[str, Progress] = {}  # at the latest
+        self._fruitless: collections.Counter[str] = collections.Counter()  # deaths in a row at that progress
         self.counts: collections.Counter[str] = collections.Counter()
         self._down_since: dict[str, float] = {}
         self._lost_s: dict[str, float] = collections.defaultdict(float)
 
-    def plan(self, name: str) -> float | None:
-        """When to start the actor again after the end it came to now, or None where that was one too many."""
-        now = time.monotonic()
+    def plan(self, name: str, progress: Progress) -> float | str:
+        """Return when to start the actor again after the end that it came to now, or why that was one too many.
+
+        Restarts within the window bound a fast loop, deaths without progress one whose lives are long.
+        """
+        now, settings = time.monotonic(), self._settings
+        self._fruitless[name] = self._fruitless[name] + 1 if self._at_death.get(name) == progress else 1
+        self._at_death[name] = progress
+        if self._fruitless[name] >= settings.max_deaths_without_progress:
+            return f"{self._fruitless[name]} times without a new batch or step between"
         recent = self._recent[name]
         recent.append(now)
-        while recent[0] < now - self._settings.window_s:
+        while recent[0] < now - settings.window_s:
             recent.popleft()
-        if len(recent) > self._settings.max_restarts:
-            return None
+        if len(recent) > settings.max_restarts:
+            return f"{len(recent)} times within {settings.window_s:g} s"
         self.counts[name] += 1
-        return now + self._settings.backoff_s * (2.0 ** (len(recent) - 1) - 1.0)
+        return now + settings.backoff_s * (2.0 ** (len(recent) - 1) - 1.0)
 
     def renew(self, name: str) -> float:
         """When to start it again after an end that an operator wanted: now, whatever came before."""

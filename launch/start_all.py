@@ -5,7 +5,6 @@ Exit codes: 0 done, 1 an actor gave up, 2 bad configuration or input, 3 the run 
 """
 
 import argparse
-import fcntl
 import logging
 import os
 import shlex
@@ -24,17 +23,19 @@ from common.board import Board
 from common.config import Config
 from common.damage import DamagedRows, Ranges, find_damage, write_damaged_rows
 from common.drafter_files import fingerprint_drafter
-from common.errors import ConfigError, HeadraceError, ModelError, RunDirectoryBusyError
+from common.errors import HeadraceError, ModelError, RunDirectoryBusyError
 from common.slot_table import SlotTable
+from launch.control_messages import RunStatus
 from launch.control_server import ControlServer
 from launch.data_check import check_data
-from launch.live import LiveLine
-from launch.log_file import last_lines
+from launch.live import LiveLine, show
+from launch.log_file import last_lines, last_message
 from launch.pace import Pace
 from launch.plan_table import format_plan
 from launch.report import Ending, write_report
 from launch.requirements import check_devices, find_absent
 from launch.resume import check_resume
+from launch.run_directory import check_run_dir, lock_run_dir
 from launch.status import Gauges
 from launch.summary import summarize
 from launch.supervisor import Supervisor
@@ -73,7 +74,7 @@ def main() -> int:
 
 
 def start(config: Config, run_dir: Path, command: str, dry_run: bool) -> int:
-    """Check the input, prepare the run directory, run the actors, say how it ended.
+    """Resolve and check the input, lock and prepare the run directory, run the actors, say how it ended.
 
     Args:
         config: as loaded.
@@ -83,35 +84,50 @@ def start(config: Config, run_dir: Path, command: str, dry_run: bool) -> int:
     """
     topology = plan_topology(config)
     exchange_address(run_dir)
-    if dry_run and (absent := find_absent(config)):
-        print(f"{run_dir.absolute()}\n{describe(topology)}", *(f"  not there yet: {line}" for line in absent), sep="\n")
-        return EXIT_DONE
-    _check_model(config)
-    check_devices(config)
     run_dir = run_dir.absolute()
-    config = _with_init(_with_paths(config, run_dir))
-    if config.data.synthetic is None:
-        check_data(config)
-    memory.check_available(topology.shared_bytes)
+    if dry_run and (absent := find_absent(config)):
+        print(f"{run_dir}\n{describe(topology)}", *(f"  not there yet: {line}" for line in absent), sep="\n")
+        return EXIT_DONE
+    config = _resolve(config, run_dir)
+    _check(config, topology, run_dir)
     print(f"{run_dir}\n{describe(topology)}", flush=True)
     if dry_run:
         return EXIT_DONE
     os.umask(0o077)  # all that the run and its actors write is the owner's alone
-    lock = _lock(run_dir)
-    try:
-        check_resume(config, run_dir)
-        if config.data.synthetic is not None:
-            write_synthetic(config, run_dir / "data")
-        if config.data.skip_damaged:
-            _find_damage(config, run_dir)
-        data = read_run_data(config, run_dir)
-        plan, _ = data.plan(config)
-        print(format_plan(plan, *data, config.plan), flush=True)
-        configuration.write(config, run_dir)
-        report_path(run_dir).unlink(missing_ok=True)
-        return _run(config, topology, run_dir, plan, command)
-    finally:
-        os.close(lock)
+    with lock_run_dir(run_dir):
+        plan = _prepare(config, run_dir)
+        ending, status = _run(config, topology, run_dir)
+        _report(ending, status, config, run_dir, plan, command)
+    return ending.exit_code
+
+
+def _resolve(config: Config, run_dir: Path) -> Config:
+    return _with_init(_with_paths(config, run_dir))
+
+
+def _check(config: Config, topology: Topology, run_dir: Path) -> None:
+    """Look at all that a person gave, for its errors, before anything is written."""
+    _check_model(config)
+    check_devices(config)
+    if config.data.synthetic is None:
+        check_data(config)
+    check_run_dir(run_dir, topology.actors)
+    memory.check_available(topology.shared_bytes)
+
+
+def _prepare(config: Config, run_dir: Path) -> Plan:
+    """Make the run directory that of this run, as its actors read it, and return the sequence of its batches."""
+    check_resume(config, run_dir)
+    if config.data.synthetic is not None:
+        write_synthetic(config, run_dir / "data")
+    if config.data.skip_damaged:
+        _find_damage(config, run_dir)
+    data = read_run_data(config, run_dir)
+    plan, _ = data.plan(config)
+    print(format_plan(plan, *data, config.plan), flush=True)
+    configuration.write(config, run_dir)
+    report_path(run_dir).unlink(missing_ok=True)
+    return plan
 
 
 def _command(config: Path, run_dir: Path, overrides: list[str]) -> str:
@@ -119,7 +135,8 @@ def _command(config: Path, run_dir: Path, overrides: list[str]) -> str:
     return shlex.join([*line, *(["--set", *overrides] if overrides else [])])
 
 
-def _run(config: Config, topology: Topology, run_dir: Path, plan: Plan, command: str) -> int:
+def _run(config: Config, topology: Topology, run_dir: Path) -> tuple[Ending, RunStatus]:
+    """Run the actors to the end of the last; return what ended the run, and its last state."""
     fds = _create_memory(topology)
     board = Board(fds.board, len(topology.actors))
     table = SlotTable(fds.control, config.num_targets * config.ring.num_slots)
@@ -143,12 +160,16 @@ def _run(config: Config, topology: Topology, run_dir: Path, plan: Plan, command:
         server.close()
         live.end()
     pace.observe()
+    return ending, gauges.read()
+
+
+def _report(ending: Ending, status: RunStatus, config: Config, run_dir: Path, plan: Plan, command: str) -> None:
+    """Write the report and print its essence."""
     try:
-        write_report(run_dir, ending, gauges.read(), plan, config, command)
+        write_report(run_dir, ending, status, plan, config, command)
     except OSError as error:
         log.error("%s: not written: %s", report_path(run_dir), error.strerror)
     _say(ending, run_dir, config.num_drafters, command)
-    return ending.exit_code
 
 
 def _ending(supervisor: Supervisor, finished: bool) -> Ending:
@@ -159,19 +180,17 @@ def _ending(supervisor: Supervisor, finished: bool) -> Ending:
         return Ending("stopped", EXIT_SIGNAL + supervisor.signum, f"signal {signal.Signals(supervisor.signum).name}")
     name = culprit.spec.name
     if supervisor.is_bad_input:
-        lines = last_lines(culprit.log, 1)
-        reason = "".join(lines).split(" ", 3)[-1]  # after date, time and level
-        return Ending("bad input", EXIT_BAD_INPUT, f"{name}: {reason}", name, lines)
+        return Ending("bad input", EXIT_BAD_INPUT, f"{name}: {last_message(culprit.log)}", name, last_lines(culprit.log, 1))
     return Ending("gave up", EXIT_GAVE_UP, supervisor.failure, name, last_lines(culprit.log, _NUM_LAST_LINES))
 
 
 def _say(ending: Ending, run_dir: Path, num_drafters: int, command: str) -> None:
     """Input that an actor refused is one line; all else that failed comes with the end of the culprit's log."""
     if ending.cause in ("done", "stopped"):
-        print(summarize(run_dir, num_drafters))
+        show(summarize(run_dir, num_drafters, is_done=ending.cause == "done"))
     if ending.cause == "stopped":
-        print(f"stopped; go on with: {command}")
-    print(f"report: {report_path(run_dir)}", flush=True)
+        show(f"stopped; go on with: {command}")
+    show(f"report: {report_path(run_dir)}")
     if ending.cause in ("bad input", "gave up"):
         print(f"error: {ending.reason}", file=sys.stderr)
     if ending.cause == "gave up" and ending.actor:
@@ -228,20 +247,6 @@ def _check_model(config: Config) -> None:
     folder = Path(config.model.path).expanduser()
     if not config.model.random_init and not any(folder.glob("*.safetensors")):
         raise ModelError(f"model.path: needed *.safetensors in {folder}, found none (model.random_init = true needs none)")
-
-
-def _lock(run_dir: Path) -> int:
-    try:
-        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(run_dir / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise ConfigError(f"--run-dir: needed a directory to write to, found {run_dir}: {error.strerror}") from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        raise RunDirectoryBusyError(f"--run-dir: needed a directory of no other run, found {run_dir} locked") from None
-    return fd
 
 
 if __name__ == "__main__":

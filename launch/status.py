@@ -8,6 +8,7 @@ from common.acceptance import find_best
 from common.addresses import actor_name
 from common.board import Board, Phase
 from common.slot_table import SlotTable
+from launch.actor_state import State
 from launch.child import Child
 from launch.control_messages import ActorState, ActorStatus, RingStatus, RunStatus
 from launch.pace import Pace
@@ -59,7 +60,7 @@ class Gauges:
         alive, deaths = child.alive, self._supervisor.deaths
         state: ActorState = _STATES[notice.phase]
         if not alive:
-            state = "done" if self._supervisor.is_done(child) else "down"
+            state = "done" if child.state == State.DONE else "down"
         return ActorStatus(
             name=name,
             state=state,

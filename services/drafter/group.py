@@ -49,7 +49,7 @@ class GroupBrokenError(Exception):
 
 
 class Group:
-    """This rank's place among the drafters. A group of one needs nobody and never breaks."""
+    """This rank's place among the drafters. A group of one needs nobody, and breaks only where it is called to stop."""
 
     def __init__(self, actor: Actor, device: torch.device) -> None:
         self._actor = actor
@@ -63,6 +63,8 @@ class Group:
     def join(self) -> None:
         """Come to a life of the group that was not joined yet; returns when all ranks have come."""
         self.leave()
+        if self._size == 1:
+            self._life = self._actor.board.group
         while self._size > 1 and self._backend is None:
             self._life = self._await_new_life()
             self._actor.notices.come_to_group(self._life)
@@ -85,8 +87,8 @@ class Group:
 
     def check(self) -> None:
         """Raise GroupBrokenError where the supervisor has called for a new life."""
-        if self._size > 1 and self._actor.board.group != self._life:
-            raise GroupBrokenError
+        if self._actor.board.group != self._life:
+            raise GroupBrokenError("called together anew")
 
     def begin(self, values: torch.Tensor) -> None:
         """Begin to replace `values` by their sum over all ranks, which begin the same sums in the same order.

@@ -24,6 +24,7 @@ class RunState:
 
     Attributes:
         position: the first batch of the sequence that is not in the weights; UNKNOWN until resumed or received.
+        step: the last optimizer step that this or another rank made since the run was resumed; UNKNOWN before.
         num_skipped: steps that were not finite, in a row up to now.
         evaluation: the last evaluation, for checkpoint and export.
     """
@@ -36,6 +37,7 @@ class RunState:
             summarise: makes an evaluation of such counts and the number of optimizer steps before it.
         """
         self.position = UNKNOWN
+        self.step = UNKNOWN
         self.num_skipped = 0
         self.evaluation: Evaluation | None = None
         self._evaluated_at = UNKNOWN  # the position right after the last evaluation
@@ -61,7 +63,7 @@ class RunState:
         """
         if position == 0 and self._is_partial:
             raise RuntimeError("the rank that sent its state died meanwhile, and there is no checkpoint: start afresh")
-        self.position, self.evaluation, self.num_skipped = position, evaluation, 0
+        self.position, self.step, self.evaluation, self.num_skipped = position, UNKNOWN, evaluation, 0
         self._evaluated_at = self._evaluated_step = UNKNOWN
         self._is_partial = False
 
@@ -82,13 +84,14 @@ class RunState:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state as tensors, to be overwritten by another rank's."""
-        counters = [self.position, self.num_skipped, self._evaluated_step, self._evaluated_at]
+        counters = [self.position, self.step, self.num_skipped, self._evaluated_step, self._evaluated_at]
         return {"counters": torch.tensor(counters, device=self._rounds.device), "rounds": self._rounds}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take over another rank's state."""
         self._rounds.copy_(state["rounds"])
-        self.position, self.num_skipped, self._evaluated_step, self._evaluated_at = state["counters"].tolist()
+        counters = state["counters"].tolist()
+        self.position, self.step, self.num_skipped, self._evaluated_step, self._evaluated_at = counters
         if self._evaluated_step != UNKNOWN:
             self.evaluation = self._summarise(self._rounds, self._evaluated_step)
         self._is_partial = False

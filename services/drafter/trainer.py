@@ -55,7 +55,7 @@ class Trainer:
         self._metrics = MetricsReadback(self._embedding.device, len(state.optimizer.gradients.sums.values), config.accumulation)
         self._profiler = StepProfiler(actor.run_dir / "profile" / f"{actor.name}.json", config.train.profile_steps)
         self._waited_s = 0.0
-        self._stop_requested = False  # by any rank; all ranks see it at the same step
+        self._stop_requested = False  # by any rank, so all know it at the same step
 
     #   +-> join the group       wait until all ranks have joined
     #   |     v
@@ -79,6 +79,8 @@ class Trainer:
             try:
                 self._group.join()
                 self._share_state()
+                if self._stop_requested:
+                    self._stop_between_steps()
                 fetcher.start(self._run.position)
                 self._actor.notices.phase(Phase.READY)
                 self._train(fetcher)
@@ -97,7 +99,7 @@ class Trainer:
     def _share_state(self) -> None:
         """Bring all ranks to the highest position among them; read the disk only if no rank has a position."""
         positions = self._group.collect(self._run.position)
-        self._stop_requested = any(self._group.collect(self._stop_requested))
+        self._stop_requested = any(self._group.collect(self._stop_requested or self._actor.stopping))
         furthest = max(positions)
         if furthest == UNKNOWN:
             self._run.resume(*self._checkpointer.resume(self._model, self._optimizer))
@@ -115,6 +117,12 @@ class Trainer:
         self._run.load_state_dict(run)
         self._keep_if_best()
         log.info("rank %d gave its state: batch %d -> %d", source, before, self._run.position)
+
+    def _stop_between_steps(self) -> None:
+        """Leave without another step: the supervisor calls a group that is stopping where no target can serve it."""
+        if self._run.step != UNKNOWN:  # else the disk already holds the state
+            self._save(self._run.step, required=True)
+        raise StoppedError
 
     def _train(self, fetcher: Fetcher) -> None:
         while first := self._next(fetcher):
@@ -150,6 +158,7 @@ class Trainer:
         watch.lap("optimizer_s")
         self._profiler.after(step)
         self._run.position += self._config.plan.batches_per_step
+        self._run.step = step
         cost = StepCost(sum(num_tokens for _, num_tokens, _ in done), sum(flops for *_, flops in done))
         self._report(self._metrics.push(step, result, watch, cost, [facts for facts, *_ in done]))
 

@@ -1,7 +1,11 @@
-from argparse import ArgumentParser
+from common.parent import die_with_parent
 
-from common.lifecycle import run_actor
-from services.target.service import main
+die_with_parent()  # first: the imports below take seconds, in which the supervisor may die
+
+from argparse import ArgumentParser  # noqa: E402
+
+from common.lifecycle import run_actor  # noqa: E402
+from services.target.service import main  # noqa: E402
 
 
 def add_arguments(parser: ArgumentParser) -> None:

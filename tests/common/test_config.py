@@ -78,6 +78,10 @@ def qwen3_6_27b(folder: Path) -> Path:
         ("train.decay_gamma=0", "train.decay_gamma: needed above 0, found 0.0"),
         ("checkpoint.every_steps=0", "checkpoint.every_steps: needed at least 1, found 0"),
         ("checkpoint.keep=0", "checkpoint.keep: needed at least 1, found 0"),
+        (
+            "supervision.max_deaths_without_progress=0",
+            "supervision.max_deaths_without_progress: needed at least 1, found 0",
+        ),
         ("draft.num_layers=0", "draft.num_layers: needed at least 1, found 0"),
         ("draft.block_size=1", "draft.block_size: needed at least 2, found 1"),
         ("draft.mask_token_id=64", "draft.mask_token_id: needed an id below the vocabulary size 64, found 64"),

@@ -23,6 +23,8 @@ from tests.exchange.small_runs import make_config
 
 WAIT_S = 30  # a hung test ends; nothing is asserted of time
 HEAD = """
+from common.parent import die_with_parent
+die_with_parent()
 import os, sys, threading, time
 from common import errors
 from common.board import Phase
@@ -66,6 +68,13 @@ class Stage:
 
     def start(self, body: str, parent: int | None = None) -> "subprocess.Popen[bytes]":
         return self.spawn(self.command(body, str(parent or os.getpid())))
+
+    def spawn_parent_of(self, line: list[str]) -> "subprocess.Popen[bytes]":
+        """A process that starts an actor, whose --parent is PARENT, and sleeps."""
+        program = "import os, subprocess, sys, time\n"
+        program += f"line = [str(os.getpid()) if word == 'PARENT' else word for word in {line!r}]\n"
+        program += f"subprocess.Popen(line, pass_fds=[{self.board_fd}], start_new_session=True)\ntime.sleep(600)"
+        return self.spawn([sys.executable, "-c", program])
 
     def spawn(self, command: list[str]) -> "subprocess.Popen[bytes]":
         with self.log.open("wb") as log:
@@ -258,17 +267,36 @@ def log_has_stacks(log: Path) -> bool:
 
 def test_an_actor_dies_with_its_parent(stage: Stage) -> None:
     """The parent is killed, so nothing of it can have told the actor; its pidfd tells when the actor is dead."""
-    line = stage.command(SLEEP, "PARENT")
-    program = "import os, subprocess, sys, time\n"
-    program += f"line = [str(os.getpid()) if word == 'PARENT' else word for word in {line!r}]\n"
-    program += f"subprocess.Popen(line, pass_fds=[{stage.board_fd}])\ntime.sleep(600)"
-    parent = stage.spawn([sys.executable, "-c", program])
+    parent = stage.spawn_parent_of(stage.command(SLEEP, "PARENT"))
     stage.wait_until_ready()
     pidfd = os.pidfd_open(stage.board.read(0).pid)
     assert select.select([pidfd], [], [], 0)[0] == []
     os.kill(parent.pid, signal.SIGKILL)
     assert select.select([pidfd], [], [], WAIT_S)[0] == [pidfd]
     os.close(pidfd)
+
+
+@pytest.mark.parametrize("role", ["exchange", "target", "drafter"])
+def test_an_actor_dies_with_its_parent_also_while_it_imports(
+    stage: Stage, role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An import of numpy that never ends stands for the seconds that torch takes."""
+    mark = tmp_path / "importing"
+    slow = tmp_path / "slow"
+    slow.mkdir()
+    (slow / "numpy.py").write_text(
+        f"import os, time\nopen({str(mark)!r} + '.new', 'w').write(str(os.getpid()))\n"
+        f"os.rename({str(mark)!r} + '.new', {str(mark)!r})\ntime.sleep(600)"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(slow), prepend=os.pathsep)
+    parent = stage.spawn_parent_of([sys.executable, "-m", f"services.{role}", "--parent", "PARENT"])
+    stage.wait_until(mark.exists)
+    pidfd = os.pidfd_open(int(mark.read_text()))
+    os.kill(parent.pid, signal.SIGKILL)
+    died = select.select([pidfd], [], [], WAIT_S)[0]
+    signal.pidfd_send_signal(pidfd, signal.SIGKILL) if not died else None
+    os.close(pidfd)
+    assert died == [pidfd]
 
 
 def test_an_actor_whose_parent_is_gone_already_does_not_begin(stage: Stage) -> None:

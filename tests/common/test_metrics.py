@@ -2,12 +2,16 @@
 
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from common.addresses import metrics_path
+from common.errors import DataError
 from common.metrics import MetricsWriter, read_metrics
 
 
@@ -34,6 +38,15 @@ def test_a_torn_last_line_is_left_out_and_spoils_no_later_one(tmp_path: Path) ->
     assert list(read_metrics(tmp_path, "target-0")) == [{"batch": 1}]
     MetricsWriter(tmp_path, "target-0").write(batch=3)
     assert list(read_metrics(tmp_path, "target-0")) == [{"batch": 1}, {"batch": 3}]
+
+
+@pytest.mark.parametrize("line", ["[1, 2]", "garbage", "7", "\0\0"])
+def test_a_line_that_was_never_an_object_is_named(tmp_path: Path, line: str) -> None:
+    MetricsWriter(tmp_path, "target-0").write(batch=1)
+    path = metrics_path(tmp_path, "target-0")
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(DataError, match=rf"^{re.escape(str(path))}: line 2: needed a JSON object, found b'"):
+        list(read_metrics(tmp_path, "target-0"))
 
 
 def test_a_new_life_writes_on_and_a_whole_last_line_stays(tmp_path: Path) -> None:

@@ -28,8 +28,8 @@ def test_a_receiver_has_all_that_the_sender_has() -> None:
         state[name].copy_(tensor)  # as a broadcast does, in place
     receiver.load_state_dict(state)
     assert (receiver.position, receiver.num_skipped, receiver.is_just_evaluated) == (6, 2, True)
-    assert receiver.evaluation == sender.evaluation == make_evaluation(3, 8.0)
-    assert receiver.evaluation_of(3) == receiver.evaluation and receiver.evaluation_of(4) is None
+    expected = make_evaluation(3, 8.0)
+    assert [receiver.evaluation, receiver.evaluation_of(3), receiver.evaluation_of(4)] == [expected, expected, None]
     receiver.position += 6
     assert not receiver.is_just_evaluated
 

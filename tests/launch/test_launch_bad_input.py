@@ -176,8 +176,49 @@ def test_run_directory_with_a_path_too_long_for_a_socket(run: LaunchedRun) -> No
 
 def test_run_directory_that_is_a_file(run: LaunchedRun) -> None:
     run.directory.write_text("mine")
-    refuse(run.start(), 2, f"--run-dir: needed a directory to write to, found {run.directory}: File exists")
+    refuse(run.start(), 2, f"--run-dir: needed a directory to write to, found the file {run.directory}")
     assert run.directory.read_text() == "mine"
+
+
+IN_THE_WAY = {
+    "a folder": ["data", "logs", "metrics", "checkpoints", "export"],
+    "a file": ["lock", "report.json", "config.json", "faults.json", "logs/target-0.log", "metrics/drafter-0.jsonl"],
+    "a socket": ["control.sock", "exchange.sock"],
+}
+
+
+@pytest.mark.parametrize(("needed", "name"), [(needed, name) for needed, names in IN_THE_WAY.items() for name in names])
+def test_what_stands_in_the_way_of_a_run_is_named_and_stays(run: LaunchedRun, needed: str, name: str) -> None:
+    path = run.directory / name
+    path.parent.mkdir(parents=True)
+    if needed == "a file":
+        path.mkdir()
+        path = path / "mine"
+    path.write_text("mine")
+    found = "a folder" if needed == "a file" else "a file"
+    before = sorted(run.directory.rglob("*"))
+    refuse(run.start(), 2, f"error: {run.directory / name}: needed {needed}, found {found}\n")
+    assert path.read_text() == "mine"
+    assert sorted(run.directory.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "parts"),
+    [
+        ("metrics/drafter-0.jsonl", '{"step":1,"loss":2.0}\n[1,2]\n', ["line 2: needed a JSON object, found b'[1,2]'"]),
+        ("metrics/drafter-0.jsonl", '{"loss":2.0}\n', ["needed records of steps and evaluations", "field `step`"]),
+        ("metrics/drafter-0.jsonl", '{"step":0,"acceptance":"x"}\n', ["Expected `float`, got `str`"]),
+        ("faults.json", "garbage", ["needed the faults of actors as in common/faults.py"]),
+        ("faults.json", '{"target-0": [{"when": 3}]}', ["unknown field `when`"]),
+    ],
+)
+def test_a_file_with_another_content_is_named_and_stays(run: LaunchedRun, name: str, text: str, parts: list[str]) -> None:
+    path = run.directory / name
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    refuse(run.start(), 2, f"error: {path}: ", *parts)
+    assert path.read_text() == text
+    assert [found for found in run.directory.rglob("*") if found.is_file()] == [path]
 
 
 def test_dry_run_prints_the_plan_and_starts_nothing(run: LaunchedRun) -> None:

@@ -4,9 +4,12 @@ import json
 import os
 import re
 import signal
+from contextlib import closing
 
+import pytest
 import torch
 
+from launch.control import Operator
 from tests.launch.launched_runs import TWO_BY_TWO, LaunchedRun, identity, open_files, shared_memory
 from tests.launch.tampering import freeze, ready_slots, thaw, write_header
 
@@ -71,6 +74,28 @@ def test_a_stop_does_not_wait_for_drafters_that_wait_for_each_other(run: Launche
     run.signal(signal.SIGTERM)
     assert run.end() == 143
     assert run.pids() == []
+
+
+@pytest.mark.parametrize("drafters", ['["cpu"]', '["cpu", "cpu"]'])
+def test_drafters_that_wait_for_a_dead_target_save_and_leave_at_once(
+    small_reference: LaunchedRun, run: LaunchedRun, drafters: str
+) -> None:
+    settings = (f"drafters.devices={drafters}", "checkpoint.every_steps=1000")
+    run.start(*settings, "supervision.stop_timeout_s=1000", "supervision.backoff_s=1000")
+    run.wait_for_step(2)
+    for life in (1, 2):  # after the second it stays down for long
+        run.wait_until(lambda life=life: run.num_lives("target-0") == life)  # type: ignore[misc]
+        os.kill(run.pid("target-0"), signal.SIGKILL)
+    with closing(Operator(run.directory)) as operator:
+        run.wait_until(lambda: [actor.state for actor in operator.status().actors if actor.name == "target-0"] == ["down"])
+    run.signal(signal.SIGTERM)
+    assert run.end() == 143, run.log_tails()
+    last = max(run.losses())
+    assert (run.directory / "checkpoints" / f"step-{last:08}").is_dir()
+    assert run.start(*settings).end() == 0, run.log_tails()
+    assert run.steps() == small_reference.steps()  # no step was lost or made again
+    assert run.losses() == small_reference.losses()
+    assert run.weights() == small_reference.weights()
 
 
 def test_a_hung_actor_is_killed_and_started_again(small_reference: LaunchedRun, run: LaunchedRun) -> None:

@@ -11,7 +11,7 @@ from common.acceptance import Acceptance, Evaluation, SetAcceptance
 from common.board import Board, Notices, Phase
 from common.metrics import MetricsWriter
 from common.slot_table import NOBODY, SlotRecord, SlotState, SlotTable
-from launch.live import LiveLine
+from launch.live import LiveLine, fit
 from launch.pace import Pace
 from launch.summary import summarize
 from launch.topology import plan_topology
@@ -65,16 +65,21 @@ def test_line_shows_figures_rates_and_time_left(monkeypatch: pytest.MonkeyPatch,
     assert capsys.readouterr().out.endswith("  left 4:41:21\n")  # 993 steps at 3 in 51 s
 
 
+def write_evaluation(metrics: MetricsWriter, step: int, acceptance: float, control: float = 1.0) -> None:
+    """Write what a drafter measures on one set without categories."""
+    measured = Acceptance(acceptance=acceptance, acceptance_per_position=[0.9, 0.6], num_rounds=4, num_tokens=10)
+    sets = {"eval": SetAcceptance(**msgspec.structs.asdict(measured), categories={})}
+    evaluation = Evaluation(**msgspec.structs.asdict(measured), step=step, acceptance_other_prompt=control, sets=sets)
+    metrics.write(**msgspec.to_builtins(evaluation))
+
+
 def test_summary_of_a_run(tmp_path: Path) -> None:
     metrics = MetricsWriter(tmp_path, "drafter-0")
-    metrics.write(step=0, acceptance=1.0, acceptance_other_prompt=1.0)
+    write_evaluation(metrics, 0, 1.0)
     MetricsWriter(tmp_path, "drafter-1").write(step=1, loss=4.0)  # drafter-0 died before it wrote this one
     metrics.write(step=2, loss=3.0)
-    measured = Acceptance(acceptance=2.5, acceptance_per_position=[0.9, 0.6], num_rounds=4, num_tokens=10)
-    alone = {"eval": SetAcceptance(**msgspec.structs.asdict(measured), categories={})}
-    evaluation = Evaluation(**msgspec.structs.asdict(measured), step=2, acceptance_other_prompt=1.25, sets=alone)
-    metrics.write(**msgspec.to_builtins(evaluation))
-    assert summarize(tmp_path, 2).splitlines() == [
+    write_evaluation(metrics, 2, 2.5, control=1.25)
+    assert summarize(tmp_path, 2, is_done=True).splitlines() == [
         "loss                                   4.0000 -> 3.0000",
         "held-out acceptance length             1.000 before, 2.500 after training",
         "  with another prompt's hidden states  1.250; the hidden states carry 1.250",
@@ -83,4 +88,47 @@ def test_summary_of_a_run(tmp_path: Path) -> None:
 
 
 def test_summary_of_a_run_that_never_stepped(tmp_path: Path) -> None:
-    assert summarize(tmp_path, 2) == ""
+    assert summarize(tmp_path, 2, is_done=False) == ""
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "last_step", "is_done", "told"),
+    [
+        ([0], 7, False, "1.000 before training"),
+        ([0, 4], 7, False, "1.000 before, 1.500 after step 4"),
+        ([0, 7], 7, False, "1.000 before, 1.500 after step 7"),
+        ([0, 7], 7, True, "1.000 before, 1.500 after training"),
+        ([0, 4], 7, True, "1.000 before, 1.500 after step 4"),
+        ([4], 7, False, "1.500 after step 4"),
+    ],
+)
+def test_summary_claims_no_evaluation_that_was_not_made(
+    tmp_path: Path, evaluated: list[int], last_step: int, is_done: bool, told: str
+) -> None:
+    metrics = MetricsWriter(tmp_path, "drafter-0")
+    metrics.write(step=last_step, loss=3.0)
+    for step in evaluated:
+        write_evaluation(metrics, step, 1.5 if step else 1.0)
+    assert f"held-out acceptance length             {told}\n" in summarize(tmp_path, 1, is_done=is_done)
+
+
+def test_line_fits_the_terminal() -> None:
+    """The verdict goes without its shares first, then ring, verdict, restarts and so on; step and time left stay."""
+    parts = {
+        "step": "step 4/10",
+        "loss": "loss 0.5000",
+        "acceptance": "acceptance 1.50",
+        "tok/s": "tok/s 100 > 50",
+        "ring": "ring 1/4",
+        "waiting": "drafter bound (targets wait 25%, drafters 0%)",
+        "restarts": "restarts 0",
+        "left": "left 1:22",
+    }
+    whole = "  ".join(parts.values())
+    assert fit(parts, len(whole)) == whole
+    for width in range(len(whole)):
+        assert len(fit(parts, width)) <= width
+    assert fit(parts, len(whole) - 1) == whole.replace(" (targets wait 25%, drafters 0%)", "")
+    assert fit(parts, 79) == "step 4/10  loss 0.5000  acceptance 1.50  tok/s 100 > 50  restarts 0  left 1:22"
+    assert fit(parts, 20) == "step 4/10  left 1:22"
+    assert fit(parts, 4) == "step"

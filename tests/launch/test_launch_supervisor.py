@@ -10,6 +10,7 @@ from common import config as configuration
 from common import memory
 from common.board import Board, Notices, Phase
 from common.slot_table import Owner
+from launch.actor_state import State
 from launch.child import Child, Exit, wait_for_exit
 from launch.supervisor import Supervisor
 from launch.topology import SharedFds, plan_topology
@@ -55,6 +56,7 @@ def test_who_fails_before_it_was_ever_ready_would_fail_again(
     target = supervisor.children[1]
     if was_ready:
         Notices(fds.board, target.spec.place, os.getpid()).phase(Phase.READY)
+    target.state = State.ALIVE
     supervisor._bury(target, Exit(1, Owner(1, 1)))
     assert supervisor.failure == failure
     assert supervisor.deaths.counts == ({"target-0": 1} if was_ready else {})
@@ -64,10 +66,64 @@ def test_who_fails_before_it_was_ever_ready_would_fail_again(
 def test_restarts_are_counted_per_actor(fds: SharedFds, tmp_path: Path) -> None:
     supervisor = make_supervisor(fds, tmp_path)
     for child in (*supervisor.children[1:3], *supervisor.children[1:3]):
+        Notices(fds.board, child.spec.place, os.getpid()).add(num_batches=1)
+        child.state = State.ALIVE
         supervisor._bury(child, Exit(-9, Owner(1, 1)))
     assert supervisor.failure == ""
+    Notices(fds.board, 2, os.getpid()).add(num_batches=1)
+    supervisor.children[2].state = State.ALIVE
     supervisor._bury(supervisor.children[2], Exit(-9, Owner(1, 1)))
     assert supervisor.failure == "target-1 ended 3 times within 60 s, last with signal SIGKILL"
     assert supervisor.culprit is supervisor.children[2]
     assert not supervisor.is_bad_input
+    supervisor._channel.close()
+
+
+def die(supervisor: Supervisor, fds: SharedFds, place: int, *, num_batches: int = 0, step: int = 0) -> str:
+    """One life of an actor with what it shows, and its end; returns why the run was given up."""
+    child = supervisor.children[place]
+    supervisor._board.wipe(place)
+    notices = Notices(fds.board, place, os.getpid())
+    notices.phase(Phase.READY)
+    notices.add(num_batches=num_batches)
+    notices.show_step(step, 10, 1.0)
+    child.log.parent.mkdir(exist_ok=True)
+    child.log.write_text("2026-11-29 12:00:00,000 E failed\nRuntimeError: no luck\n")
+    child.state = State.ALIVE
+    supervisor._bury(child, Exit(1, Owner(1, 1)))
+    return supervisor.failure
+
+
+EXCHANGE, TARGET, OTHER_TARGET, DRAFTER, OTHER_DRAFTER = range(5)
+
+
+@pytest.mark.parametrize(
+    ("place", "lives", "others", "is_over"),
+    [
+        (TARGET, [(1, 0), (0, 0), (0, 0)], {}, True),  # it once made a batch, and then no more
+        (TARGET, [(0, 0), (1, 0), (0, 0)], {}, False),
+        (TARGET, [(0, 0), (0, 0), (0, 0)], {DRAFTER: (0, 5)}, False),  # the run goes on without it
+        (TARGET, [(0, 0), (0, 0), (0, 0)], {OTHER_TARGET: (5, 0)}, True),  # batches that nobody trains on
+        (DRAFTER, [(4, 7), (4, 7), (4, 6)], {}, True),  # the same steps again after every resume
+        (DRAFTER, [(4, 7), (4, 8), (4, 8)], {}, False),
+        (DRAFTER, [(0, 0), (0, 0), (0, 0)], {TARGET: (5, 0)}, True),  # batches that are made again for it
+        (DRAFTER, [(0, 0), (0, 0), (0, 0)], {OTHER_DRAFTER: (0, 5)}, False),
+        (EXCHANGE, [(0, 0), (0, 0), (0, 0)], {}, True),
+        (EXCHANGE, [(0, 0), (0, 0), (0, 0)], {TARGET: (5, 0)}, False),
+    ],
+)
+def test_deaths_in_a_row_without_progress_end_the_run(
+    fds: SharedFds, tmp_path: Path, place: int, lives: list[tuple[int, int]], others: dict[int, tuple[int, int]], is_over: bool
+) -> None:
+    """Whatever the time: batches and steps of three lives of an actor, and what others come to before the last."""
+    settings = configuration.load(CONFIG, ["supervision.max_restarts=100"])
+    supervisor = Supervisor(settings, TOPOLOGY, fds, Board(fds.board, len(TOPOLOGY.actors)), tmp_path)
+    for num_batches, step in lives[:-1]:
+        assert die(supervisor, fds, place, num_batches=num_batches, step=step) == ""
+    for other, (num_batches, step) in others.items():
+        assert die(supervisor, fds, other, num_batches=num_batches, step=step) == ""
+    num_batches, step = lives[-1]
+    failure = die(supervisor, fds, place, num_batches=num_batches, step=step)
+    name, times = TOPOLOGY.actors[place].name, "3 times without a new batch or step between"
+    assert failure == (f"{name} ended {times}, last with exit code 1: RuntimeError: no luck" if is_over else "")
     supervisor._channel.close()

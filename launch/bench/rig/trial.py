@@ -19,6 +19,7 @@ from launch.summary import read_series
 
 CONFIG = Path(__file__).parents[2] / "configs" / "tiny.toml"
 QUICK = ["supervision.stall_timeout_s=3", "supervision.max_restarts=1000", "supervision.backoff_s=0.1"]
+QUICK += ["supervision.max_deaths_without_progress=1000"]
 
 
 class Outcome(NamedTuple):
