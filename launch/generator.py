@@ -1,7 +1,7 @@
 """Greedy answers by the target in this process, with transformers. B rows of a batch."""
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -70,8 +70,7 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype | None = N
     refuse_quantized(folder)
     disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        model: PreTrainedModel
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype or "auto", device_map={"": device}, local_files_only=True, output_loading_info=True
         )
     except torch.OutOfMemoryError:
@@ -79,6 +78,8 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype | None = N
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         line = str(error).strip().partition("\n")[0]
         raise ModelError(f"{folder}: the model cannot be loaded: {line}") from error
+    model: PreTrainedModel
+    model, report = loaded
     if missing := sorted(report["missing_keys"]):  # transformers fills them with random numbers
         raise ModelError(f"{folder}: needed the tensors {', '.join(missing)}, found none of them")
     return model

@@ -181,7 +181,7 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ),
         ([tmp_path / "nowhere", "--model", target], "nowhere/config.json: cannot be read: No such file or directory"),
         ([drafter], "--model: needed the folder of the target, found none"),
-        ([drafter, "--model", tmp_path / "nowhere"], "needed a model folder, found no readable"),
+        ([drafter, "--model", tmp_path / "nowhere"], "needed a model folder with config.json, found none in"),
         ([target, "--model", target], "run/target: needed a drafter with the tensor fc.weight, found none of this name"),
         ([run, "--step", "9"], "step-00000009"),
         ([run, "--data", tmp_path], "data set"),

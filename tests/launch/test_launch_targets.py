@@ -28,7 +28,7 @@ MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state":
 
 def make_run(run_dir: Path, target: PreTrainedModel) -> Path:
     """A run with this target, a checkpoint and an export."""
-    target.bfloat16().save_pretrained(run_dir / "target")  # type: ignore[no-untyped-call]
+    target.bfloat16().save_pretrained(run_dir / "target")
     (run_dir / "run.toml").write_text(TOML.format(target=run_dir / "target"))
     return finish_run(run_dir, configuration.load(run_dir / "run.toml", []))
 
