@@ -14,11 +14,11 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from launch.bench.rig.trial import Outcome, Trial
+from launch.bench.harness.trial import Outcome, Trial
 
 ACTORS = ["exchange", "target-0", "target-1", "drafter-0", "drafter-1"]
 EPOCHS_PER_MINUTE = 60
-STALL_TIMEOUT_S = 3.0  # launch.bench.rig.trial.QUICK
+STALL_TIMEOUT_S = 3.0  # launch.bench.harness.trial.QUICK
 
 
 def main(arguments: list[str]) -> int:

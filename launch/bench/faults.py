@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.faults import Fault
-from launch.bench.rig.trial import Outcome, Trial
+from launch.bench.harness.trial import Outcome, Trial
 
 OVERRIDES = ["plan.epochs=4"]
 THREE_DRAFTERS = ['drafters.devices=["cpu", "cpu", "cpu"]', "plan.batches_per_step=3", "plan.epochs=8"]

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from common.config import Config
-from launch.bench.rig.copier import SPAWN
+from launch.bench.harness.copier import SPAWN
 from launch.bench.shapes import SHAPES, random_run
 from services.target.loading import load_decoder
 

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from common.config import Config
 from launch.bench.drafter import DEVICE, Step, make_batch, make_config, random_weight, time_ms
-from launch.bench.rig.flex import FlexAttention
+from launch.bench.harness.flex import FlexAttention
 from launch.bench.shapes import SHAPES
 from services.drafter.anchors import choose_blocks
 from services.drafter.attention import Attend, KeysValues

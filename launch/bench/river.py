@@ -20,13 +20,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common.anchor_budget import read_budget
-from launch.bench.rig.drain import Drain
-from launch.bench.rig.feed import train
-from launch.bench.rig.gpu_monitor import GpuMonitor
-from launch.bench.rig.observation import Look, Observation, read_steps
-from launch.bench.rig.stage import Stage
-from launch.bench.rig.trial import Trial
-from launch.bench.rig.workload import SHAPES, TokenCounts, Workload
+from launch.bench.harness.drain import Drain
+from launch.bench.harness.feed import train
+from launch.bench.harness.gpu_monitor import GpuMonitor
+from launch.bench.harness.observation import Look, Observation, read_steps
+from launch.bench.harness.stage import Stage
+from launch.bench.harness.trial import Trial
+from launch.bench.harness.workload import SHAPES, TokenCounts, Workload
 from launch.pace import WINDOW_S
 
 START_TIMEOUT_S = 900

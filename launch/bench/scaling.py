@@ -21,10 +21,10 @@ import torch
 from safetensors.torch import load_file
 
 from common.faults import Fault
-from launch.bench.rig.feed import train
-from launch.bench.rig.observation import StepLine, read_steps
-from launch.bench.rig.stage import Stage
-from launch.bench.rig.workload import SHAPES, TokenCounts, Workload
+from launch.bench.harness.feed import train
+from launch.bench.harness.observation import StepLine, read_steps
+from launch.bench.harness.stage import Stage
+from launch.bench.harness.workload import SHAPES, TokenCounts, Workload
 
 BATCHES_PER_STEP = 4
 FIRST_COUNTED = 5  # kernels are compiled in the steps before

@@ -32,8 +32,8 @@ from common.metrics import read_metrics
 from common.ring import RingWriter
 from common.stopwatch import Stopwatch
 from launch.bench.drafter import gemm_rate
-from launch.bench.rig.drain import Drain
-from launch.bench.rig.stage import Stage
+from launch.bench.harness.drain import Drain
+from launch.bench.harness.stage import Stage
 from launch.bench.shapes import SHAPES, random_run
 from launch.full_target import load_plain_target
 from services.target.flops import ForwardFlops

@@ -29,8 +29,8 @@ from common.dataset import Dataset
 from common.layout import SlotLayout
 from common.ring import Rows
 from common.stopwatch import Stopwatch
-from launch.bench.rig.gpu_monitor import GpuMonitor
-from launch.bench.rig.workload import SHAPES, Workload
+from launch.bench.harness.gpu_monitor import GpuMonitor
+from launch.bench.harness.workload import SHAPES, Workload
 from services.drafter.anchors import choose_blocks
 from services.drafter.frozen import load_embedding_and_head
 from services.drafter.model import DraftModel

@@ -19,8 +19,8 @@ import torch
 from common import memory, pinned
 from common.copy_stream import CopyStream, mark_computation
 from common.layout import SlotLayout
-from launch.bench.rig.copier import Copier, Ring, wait_until_copying
-from launch.bench.rig.handover import measure_handover
+from launch.bench.harness.copier import Copier, Ring, wait_until_copying
+from launch.bench.harness.handover import measure_handover
 from launch.bench.shapes import SHAPES, random_run
 
 ON_GPU = torch.cuda.is_available()

@@ -14,7 +14,7 @@ from common.checksum import checksum
 from common.errors import HeadraceError
 from common.layout import SlotLayout
 from common.ring import RingWriter
-from launch.bench.rig.copier import Copier, Ring, wait_until_copying
+from launch.bench.harness.copier import Copier, Ring, wait_until_copying
 from launch.bench.shapes import random_run
 
 pytestmark = pytest.mark.gpu

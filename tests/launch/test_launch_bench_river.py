@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import ConfigError
 from launch.bench import river, scaling, threads
-from launch.bench.rig.workload import SHAPES
+from launch.bench.harness.workload import SHAPES
 
 
 def read_table(text: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ from common.faults import Fault
 from common.metrics import read_metrics
 from launch.bench import chaos
 from launch.bench.faults import OVERRIDES, SCENARIOS, THREE_DRAFTERS
-from launch.bench.rig.trial import Outcome, Trial
+from launch.bench.harness.trial import Outcome, Trial
 
 ONE_TARGET = ["plan.epochs=8", 'targets.devices=["cpu"]']  # nobody else does its work while it is dead
 

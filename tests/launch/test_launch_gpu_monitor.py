@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.bench.rig.gpu_monitor import GpuMonitor, GpuSample, parse
+from launch.bench.harness.gpu_monitor import GpuMonitor, GpuSample, parse
 
 
 def test_lines_of_every_gpu_arrive_until_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

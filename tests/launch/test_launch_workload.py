@@ -7,7 +7,7 @@ import pytest
 
 from common.dataset import Dataset
 from launch.bench.plan import BATCH_SHARES
-from launch.bench.rig.workload import TokenCounts, Workload
+from launch.bench.harness.workload import TokenCounts, Workload
 from services.exchange.plan import samples_per_batch
 
 

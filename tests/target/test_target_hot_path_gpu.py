@@ -25,8 +25,8 @@ from common.messages import BatchShape
 from common.metrics import read_metrics
 from common.ring import RingWriter, WritableSlot
 from common.target_shape import read_target_shape
-from launch.bench.rig.drain import Drain
-from launch.bench.rig.stage import Stage
+from launch.bench.harness.drain import Drain
+from launch.bench.harness.stage import Stage
 from launch.bench.shapes import random_run
 from services.target.model import TargetModel
 from services.target.rows import TargetRows, make_rows

@@ -24,7 +24,7 @@ from common.messages import (
     Welcome,
     Work,
 )
-from launch.bench.rig.stage import Stage
+from launch.bench.harness.stage import Stage
 from launch.bench.shapes import random_run
 
 LENGTH, NUM_ROWS = 16, 2

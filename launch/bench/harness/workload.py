@@ -70,7 +70,7 @@ def write_rows(folder: Path, config: Config, num_samples: int) -> None:
     """Write the data set."""
     random = np.random.Generator(np.random.Philox(config.seed))
     ids = np.delete(np.arange(config.shape.vocab_size, dtype=np.int32), config.draft.mask_token_id)
-    with DatasetWriter(folder, {"made_by": "launch.bench.rig.workload", "seed": config.seed}) as writer:
+    with DatasetWriter(folder, {"made_by": "launch.bench.harness.workload", "seed": config.seed}) as writer:
         for length in draw_lengths(num_samples, config.seed, config.plan):
             writer.add(random.choice(ids, length), np.arange(length) >= length // 4)
 

@@ -33,7 +33,7 @@ from common.messages import (
     Welcome,
 )
 from common.ring import RingWriter
-from launch.bench.rig.stage import Stage
+from launch.bench.harness.stage import Stage
 from launch.log_file import last_lines
 from launch.supervisor import Supervisor
 from services.exchange.data import read_run_data

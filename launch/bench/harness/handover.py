@@ -33,8 +33,8 @@ from common.messages import (
     Welcome,
     Work,
 )
-from launch.bench.rig.copier import SPAWN, Ring
-from launch.bench.rig.stage import Stage
+from launch.bench.harness.copier import SPAWN, Ring
+from launch.bench.harness.stage import Stage
 from launch.bench.shapes import NUM_SAMPLES, random_run
 
 _TOKENS = 128  # a small slot: what is measured begins when it is full
