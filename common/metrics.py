@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from common.addresses import metrics_path
 from common.errors import DataError
+from common.run_dir import metrics_path
 
 _NUM_SHOWN_BYTES = 40
 

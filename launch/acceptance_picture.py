@@ -4,7 +4,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from launch.evaluation_report import Report
+from launch.decoding.report import Report
 
 
 def draw_acceptance(report: Report, path: Path) -> None:

@@ -26,12 +26,12 @@ import zmq
 from rich.console import Console
 from rich.live import Live
 
-from common.addresses import control_path, log_path, report_path
-from launch import control_messages
+from common.run_dir import control_path, log_path, report_path
 from launch.alive_runs import find_alive_runs
-from launch.control_messages import Accepted, GetStatus, Kill, Refused, Reply, Request, Restart, RunStatus, Stop
-from launch.dashboard import render
-from launch.log_file import follow, last_lines
+from launch.operate import control_messages
+from launch.operate.control_messages import Accepted, GetStatus, Kill, Refused, Reply, Request, Restart, RunStatus, Stop
+from launch.operate.dashboard import render
+from launch.operate.log_file import follow, last_lines
 
 EXIT_DONE, EXIT_REFUSED, EXIT_NO_RUN = 0, 1, 2
 _ANSWER_S = 5.0

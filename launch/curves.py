@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from common import config as configuration
 from common.acceptance import Evaluation
 from common.errors import DataError, HeadraceError
-from launch.summary import read_series
+from launch.operate.summary import read_series
 
 
 def read_evaluations(run_dir: Path) -> list[Evaluation]:

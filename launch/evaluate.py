@@ -3,8 +3,8 @@
     python -m launch.evaluate RUN [--prompt TEXT | --prompts FILE ...] [--num-prompts N] [--out DIR]
     python -m launch.evaluate --model DIR --draft DIR --prompts gsm8k.jsonl --prompts mt-bench.jsonl --device cuda:0
 
-Takes `<run>/export`, or the drafter of --draft, in any layout that services/drafter/layouts.py knows. Prompts are a
-typed message, files in the forms of launch/prompts.py (a row's `category`, else the name of the file), or held-out
+Takes `<run>/export`, or the drafter of --draft, in any layout that services/drafter/folder/layouts.py knows. Prompts are a
+typed message, files in the forms of launch/data/prompts.py (a row's `category`, else the name of the file), or held-out
 samples of the run. --out writes evaluation.json and acceptance.png.
 Exit code 0: the same tokens, or answers were sampled; 1: other tokens, ties included; 2: something is missing.
 """
@@ -26,15 +26,15 @@ from common import config as configuration
 from common.config import Config, DType
 from common.errors import DataError, HeadraceError
 from launch.acceptance_picture import draw_acceptance
-from launch.chat import load_tokenizer
+from launch.arguments import parse_device
+from launch.data.chat import load_tokenizer
 from launch.decoding.answer import Decoding, Limits
 from launch.decoding.cases import Case, file_cases, first_of_each_category, held_out_cases, typed_case
 from launch.decoding.comparison import Comparison, Outcome
+from launch.decoding.full_target import stop_tokens
 from launch.decoding.pair import Pair, config_of_folders, load_pair, with_dtype
+from launch.decoding.report import Report, Setup, make_report
 from launch.decoding.sampling import Sampling
-from launch.device import parse_device
-from launch.evaluation_report import Report, Setup, make_report
-from launch.full_target import stop_tokens
 from launch.prepare import parse_setting
 
 COLUMN_WIDTH = 56

@@ -15,11 +15,11 @@ import torch
 from common import config
 from common.acceptance import find_best
 from common.errors import CheckpointError, HeadraceError
-from launch.device import parse_device
+from launch.arguments import parse_device
 from launch.logit_check import Comparison, LogitCheck
-from services.drafter.checkpoint import checkpoint_folder, draft_identity, latest, load_weights
-from services.drafter.engine_config import LayoutName
-from services.drafter.export import export
+from services.drafter.folder.checkpoint import checkpoint_folder, draft_identity, latest, load_weights
+from services.drafter.folder.engine_config import LayoutName
+from services.drafter.folder.export import export
 
 LAYOUTS: tuple[LayoutName, ...] = ("dflash", "speculators")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from common.dataset import Dataset
+from common.data.dataset import Dataset
 
 MAX_SAMPLES = 10_000  # whose masks are read
 _NUM_BINS = 60

@@ -3,7 +3,7 @@
     python -m launch.import_draft DIR --config CONFIG.toml|RUN --out DIR2
     python -m launch.start_all CONFIG.toml --set draft.init=DIR2
 
-DIR may have the layout of z-lab, SpecForge, speculators, TorchSpec or this project (services/drafter/layouts.py). It is
+DIR may have the layout of z-lab, SpecForge, speculators, TorchSpec or this project (services/drafter/folder/layouts.py). It is
 compared with the target and the draft model of the configuration; all that does not fit is named, and nothing is written.
 """
 
@@ -16,8 +16,8 @@ import torch
 from common import config as configuration
 from common.config import Config
 from common.errors import CheckpointError, HeadraceError
-from services.drafter.drafter_folder import Drafter, read_drafter
-from services.drafter.export import write_drafter
+from services.drafter.folder.drafter_folder import Drafter, read_drafter
+from services.drafter.folder.export import write_drafter
 
 
 def read_config(path: Path) -> Config:

@@ -20,13 +20,13 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from common.arrow_file import Sample
-from common.damage import find_damage
-from common.dataset import Dataset
+from common.data.arrow_file import Sample
+from common.data.damage import find_damage
+from common.data.dataset import Dataset
 from common.errors import DataError, HeadraceError
-from launch.chat import open_tokenizer
+from launch.data.chat import open_tokenizer
+from launch.data.rules import format_report, histogram
 from launch.histogram import draw_histogram
-from launch.rules import format_report, histogram
 
 SUPERVISED, OTHER = "bold green", "dim"
 

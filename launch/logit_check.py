@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from common.config import Config
-from common.dataset import Dataset
+from common.data.dataset import Dataset
+from common.data.held_out import HeldOut
 from common.errors import CheckpointError
-from common.held_out import HeldOut
-from launch.target_features import pack_features
-from services.drafter.anchors import Blocks, choose_blocks
-from services.drafter.drafter_folder import read_drafter
-from services.drafter.frozen import load_embedding_and_head
-from services.drafter.model import DraftModel
-from services.drafter.step import PackedBatch, block_hidden
+from launch.decoding.target_features import pack_features
+from services.drafter.folder.drafter_folder import read_drafter
+from services.drafter.model.anchors import Blocks, choose_blocks
+from services.drafter.model.frozen import load_embedding_and_head
+from services.drafter.model.model import DraftModel
+from services.drafter.model.step import PackedBatch, block_hidden
 
 _NUM_BLOCKS = 32
 _TOLERANCE = 1e-5  # of the largest logit

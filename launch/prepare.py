@@ -3,7 +3,7 @@
     python -m launch.prepare --model DIR --input conversations.jsonl --out DIR --eval-out DIR --eval-samples 24
 
 Files: JSON lines, JSON, Parquet, Arrow, plain or gzip, folders of these, folders of Hugging Face datasets; see
-launch/conversations.py for what a row may hold. The last rows kept of each data set are held out, in equal shares.
+launch/data/conversations.py for what a row may hold. The last rows kept of each data set are held out, in equal shares.
 The same command again does nothing while nothing changed; else it says what did, and makes both sets anew.
 """
 
@@ -18,16 +18,16 @@ from typing import Any
 
 from tqdm import tqdm
 
-from common.arrow_file import Sample
-from common.dataset import Dataset, DatasetWriter
+from common.data.arrow_file import Sample
+from common.data.dataset import Dataset, DatasetWriter
 from common.errors import DataError, HeadraceError
 from common.target_shape import read_vocab_size
-from launch.conversion import Converter, Settings, Workers
-from launch.fingerprints import describe_inputs, describe_rules, describe_tokenizer, differences
-from launch.inputs import Input, find_files, parse_input, read_chunks
-from launch.rules import Limits, Tally, format_report
-from launch.selection import Duplicates, Selection, share_out
-from launch.vocabulary import fingerprint_vocabulary
+from launch.data.conversion import Converter, Settings, Workers
+from launch.data.fingerprints import describe_inputs, describe_rules, describe_tokenizer, differences
+from launch.data.inputs import Input, find_files, parse_input, read_chunks
+from launch.data.rules import Limits, Tally, format_report
+from launch.data.selection import Duplicates, Selection, share_out
+from launch.data.vocabulary import fingerprint_vocabulary
 
 _BYTES_PER_WORKER = 16 << 20  # a worker costs seconds to start
 

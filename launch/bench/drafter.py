@@ -20,21 +20,21 @@ import msgspec
 import numpy as np
 import torch
 
-from common.checksum import checksum
 from common.config import Config
-from common.copy_stream import CopyStream, mark_computation
-from common.layout import SlotLayout
-from common.memory import attach, create
-from common.pinned import register
+from common.device.copy_stream import CopyStream, mark_computation
+from common.ring.checksum import checksum
+from common.ring.layout import SlotLayout
+from common.ring.memory import attach, create
+from common.ring.pinned import register
 from launch.bench.shapes import SHAPES, random_run
-from services.drafter.anchors import Blocks, choose_blocks
-from services.drafter.flops import batch_flops
-from services.drafter.fp8_head import Fp8Head
-from services.drafter.loss import loss_head
-from services.drafter.model import DraftModel
-from services.drafter.optimizer import MasterAdamW
-from services.drafter.step import PackedBatch, block_loss
-from services.drafter.step_sums import StepSums
+from services.drafter.kernels.fp8_head import Fp8Head
+from services.drafter.model.anchors import Blocks, choose_blocks
+from services.drafter.model.flops import batch_flops
+from services.drafter.model.loss import loss_head
+from services.drafter.model.model import DraftModel
+from services.drafter.model.step import PackedBatch, block_loss
+from services.drafter.model.step_sums import StepSums
+from services.drafter.training.optimizer import MasterAdamW
 
 DEVICE = torch.device("cuda")
 GIB = 2**30

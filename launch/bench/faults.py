@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from common.faults import Fault
+from common.actor.faults import Fault
 from launch.bench.harness.trial import Outcome, Trial
 
 OVERRIDES = ["plan.epochs=4"]

@@ -21,11 +21,11 @@ from common.config import Config
 from launch.bench.drafter import DEVICE, Step, make_batch, make_config, random_weight, time_ms
 from launch.bench.harness.flex import FlexAttention
 from launch.bench.shapes import SHAPES
-from services.drafter.anchors import choose_blocks
-from services.drafter.attention import Attend, KeysValues
-from services.drafter.loss import frozen_head_loss, loss_head
-from services.drafter.step import HEAD_CHUNK_ROWS, PackedBatch
-from services.drafter.visibility import BlockPlaces, KeyRuns, key_runs
+from services.drafter.model.anchors import choose_blocks
+from services.drafter.model.attention import Attend, KeysValues
+from services.drafter.model.loss import frozen_head_loss, loss_head
+from services.drafter.model.step import HEAD_CHUNK_ROWS, PackedBatch
+from services.drafter.model.visibility import BlockPlaces, KeyRuns, key_runs
 
 _NUM_KERNELS = 30
 _CHUNKS = (1024, HEAD_CHUNK_ROWS, 2560, 3840)
@@ -85,7 +85,11 @@ def attention(config: Config, batch: PackedBatch, num_steps: int) -> Iterator[st
 
 def attention_ways(runs: KeyRuns, num_context: int, num_rows: int) -> Iterator[tuple[str, Callable[[], Attend]]]:
     """What torch offers, and our kernels cut in several ways."""
-    from services.drafter.swept_attention import SweptAttention, Tiling, Tilings  # triton comes with torch for GPUs only
+    from services.drafter.kernels.swept_attention import (  # triton comes with torch for GPUs only
+        SweptAttention,
+        Tiling,
+        Tilings,
+    )
 
     flex = FlexAttention(runs, num_context, num_rows, DEVICE)
     yield "flex", lambda: flex

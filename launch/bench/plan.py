@@ -14,11 +14,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from common.arrow_file import Int32Array
 from common.config import ActorsConfig, Config, DataConfig, DraftConfig, ModelConfig, PlanConfig, TargetsConfig
-from launch.plan_table import format_plan
-from services.exchange.data import Samples
+from common.data.arrow_file import Int32Array
+from launch.operate.plan_table import format_plan
 from services.exchange.plan import Plan, samples_per_batch
+from services.exchange.samples import Samples
 
 BATCH_SHARES = (0.038, 0.074, 0.105, 0.150, 0.166, 0.466)
 _CONFIG = Path(__file__).parents[1] / "configs" / "qwen3_6_27b.toml"

@@ -27,7 +27,7 @@ from launch.bench.harness.observation import Look, Observation, read_steps
 from launch.bench.harness.stage import Stage
 from launch.bench.harness.trial import Trial
 from launch.bench.harness.workload import SHAPES, TokenCounts, Workload
-from launch.pace import WINDOW_S
+from launch.operate.pace import WINDOW_S
 
 START_TIMEOUT_S = 900
 RECOVERY_TIMEOUT_S = 300

@@ -20,7 +20,7 @@ import msgspec
 import torch
 from safetensors.torch import load_file
 
-from common.faults import Fault
+from common.actor.faults import Fault
 from launch.bench.harness.feed import train
 from launch.bench.harness.observation import StepLine, read_steps
 from launch.bench.harness.stage import Stage

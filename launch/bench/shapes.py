@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModel
 
 from common.config import Config, load
-from common.layout import SlotLayout
+from common.ring.layout import SlotLayout
 
 SHAPES = ("qwen3_6_27b", "qwen3_8b")
 _CONFIGS = Path(__file__).parents[1] / "configs"

@@ -23,19 +23,19 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from common.actor.lifecycle import Actor
+from common.actor.messages import Lease, Work
 from common.config import Config
-from common.dataset import Dataset
-from common.layout import SlotLayout
-from common.lifecycle import Actor
-from common.messages import Lease, Work
+from common.data.dataset import Dataset
+from common.device.stopwatch import Stopwatch
 from common.metrics import read_metrics
-from common.ring import RingWriter
-from common.stopwatch import Stopwatch
+from common.ring.layout import SlotLayout
+from common.ring.ring import RingWriter
 from launch.bench.drafter import gemm_rate
 from launch.bench.harness.drain import Drain
 from launch.bench.harness.stage import Stage
 from launch.bench.shapes import SHAPES, random_run
-from launch.full_target import load_plain_target
+from launch.decoding.full_target import load_plain_target
 from services.target.flops import ForwardFlops
 from services.target.health import Health
 from services.target.model import TargetModel

@@ -24,20 +24,20 @@ import numpy as np
 import torch
 
 from common.config import Config
-from common.copy_stream import Mark, mark_computation
-from common.dataset import Dataset
-from common.layout import SlotLayout
-from common.ring import Rows
-from common.stopwatch import Stopwatch
+from common.data.dataset import Dataset
+from common.device.copy_stream import Mark, mark_computation
+from common.device.stopwatch import Stopwatch
+from common.device.upload import upload
+from common.ring.layout import SlotLayout
+from common.ring.ring import Rows
 from launch.bench.harness.gpu_monitor import GpuMonitor
 from launch.bench.harness.workload import SHAPES, Workload
-from services.drafter.anchors import choose_blocks
-from services.drafter.frozen import load_embedding_and_head
-from services.drafter.model import DraftModel
-from services.drafter.optimizer import MasterAdamW
-from services.drafter.step import PackedBatch, block_loss
-from services.drafter.upload import upload
-from services.exchange.data import read_run_data
+from services.drafter.model.anchors import choose_blocks
+from services.drafter.model.frozen import load_embedding_and_head
+from services.drafter.model.model import DraftModel
+from services.drafter.model.step import PackedBatch, block_loss
+from services.drafter.training.optimizer import MasterAdamW
+from services.exchange.samples import read_run_data
 from services.target.model import TargetModel
 from services.target.rows import read_rows
 from services.target.warmup import WarmUp

@@ -2,7 +2,7 @@
 
     python -m launch.bench transport [--shape qwen3_6_27b] [--tokens 16384] [--slots 4] [--batches 640]
 
-Rings are the real ones (`common.ring`) in the layout of the run. Without a GPU the copies are memcpy, smaller, and the
+Rings are the real ones (`common.ring.ring`) in the layout of the run. Without a GPU the copies are memcpy, smaller, and the
 rows that need one say so.
 """
 
@@ -16,9 +16,9 @@ from typing import TypeVar
 
 import torch
 
-from common import memory, pinned
-from common.copy_stream import CopyStream, mark_computation
-from common.layout import SlotLayout
+from common.device.copy_stream import CopyStream, mark_computation
+from common.ring import memory, pinned
+from common.ring.layout import SlotLayout
 from launch.bench.harness.copier import Copier, Ring, wait_until_copying
 from launch.bench.harness.handover import measure_handover
 from launch.bench.shapes import SHAPES, random_run

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from common.config import DraftConfig
 from launch.decoding.contexts import Contexts
 from launch.decoding.row_attention import RowAttention
-from services.drafter.model import DraftModel
+from services.drafter.model.model import DraftModel
 
 
 class BlockDrafter:

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from common.config import Config
+from common.data.held_out import HeldOut
 from common.errors import DataError
-from common.held_out import HeldOut
-from launch.chat import render
-from launch.conversations import Message
-from launch.prompts import Script, read_scripts
+from launch.data.chat import render
+from launch.data.conversations import Message
+from launch.data.prompts import Script, read_scripts
 
 Settings = Mapping[str, Any]  # variables of a chat template
 Turns = Generator[list[int], list[int], None]  # gives the prompt of each turn, takes the answer to it
@@ -39,7 +39,7 @@ def file_cases(
     unusable: Counter[str],
     settings: Settings = MappingProxyType({}),
 ) -> list[Case]:
-    """The conversations of files (see launch/prompts.py); a row without a category has that of its file's name.
+    """The conversations of files (see launch/data/prompts.py); a row without a category has that of its file's name.
 
     Raises:
         DataError: no such file, or nothing in it to answer.

@@ -5,13 +5,13 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+from launch.data.masking import TEMPLATE_ERRORS
 from launch.decoding.answer import Decoding, Limits, max_length
 from launch.decoding.cases import Case
 from launch.decoding.difference import Difference, find_difference
 from launch.decoding.pair import Pair
 from launch.decoding.sampling import GREEDY
 from launch.decoding.speculate import Batch, decode, speculate
-from launch.masking import TEMPLATE_ERRORS
 
 _WARM_UP_TOKENS = 32
 

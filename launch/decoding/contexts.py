@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.config import DraftConfig
-from services.drafter.attention import KeysValues
-from services.drafter.upload import upload
+from common.device.upload import upload
+from services.drafter.model.attention import KeysValues
 
 _STEP = 256  # columns by which the room grows
 

@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 from common.config import ActorsConfig, Config, DataConfig, DraftConfig, DType, ModelConfig, PlanConfig, TargetsConfig
 from common.errors import CheckpointError
 from common.target_shape import read_target_shape
-from launch.full_target import load_full_target
-from services.drafter.drafter_folder import Drafter, read_drafter
-from services.drafter.model import DraftModel
+from launch.decoding.full_target import load_full_target
+from services.drafter.folder.drafter_folder import Drafter, read_drafter
+from services.drafter.model.model import DraftModel
 
 _STATED = ("num_layers", "block_size", "mask_token_id", "tap_layers")  # nothing else says these
 

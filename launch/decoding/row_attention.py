@@ -10,8 +10,8 @@ from torch import Tensor
 
 from common.config import DraftConfig
 from launch.decoding.contexts import Places
-from services.drafter.attention import KeysValues, visible
-from services.drafter.visibility import BlockPlaces, Ints, in_one_sequence, key_runs
+from services.drafter.model.attention import KeysValues, visible
+from services.drafter.model.visibility import BlockPlaces, Ints, in_one_sequence, key_runs
 
 
 class RowAttention:

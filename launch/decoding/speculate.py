@@ -18,7 +18,7 @@ from launch.decoding.answer import Answer, Decoding, Limits, Prompts, begin_answ
 from launch.decoding.block_drafter import BlockDrafter
 from launch.decoding.sampling import Sampling, accept, draw, probabilities
 from launch.decoding.target_cache import TargetCache
-from services.drafter.model import DraftModel
+from services.drafter.model.model import DraftModel
 
 
 @dataclass(frozen=True)

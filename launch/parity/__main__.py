@@ -30,7 +30,7 @@ import msgspec
 import torch
 
 from common.errors import HeadraceError
-from launch.device import parse_device
+from launch.arguments import parse_device
 from launch.parity.report import format_report, make_report, to_json
 from launch.parity.sides import Request, run_both
 

@@ -16,7 +16,7 @@ from common.errors import CheckpointError
 from common.json_file import read_object
 from common.target_shape import default_tap_layers
 from common.weights import locate_tensors, read_tensors
-from services.drafter.layouts import Layout, detect, find_foreign
+from services.drafter.folder.layouts import Layout, detect, find_foreign
 
 DEFAULT_THETA = 10000.0  # what transformers takes where a config.json names no theta
 _PREFIX = "model."

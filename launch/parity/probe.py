@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from common.dataset import Dataset
+from common.data.dataset import Dataset
 from common.errors import DataError
 
 NUM_ANCHORS = 3  # of each document, where nothing else is asked for

@@ -16,7 +16,7 @@ from common.config import ActorsConfig, Config, DataConfig, DraftConfig, ModelCo
 from common.errors import CheckpointError, DataError, ModelError
 from common.target_shape import read_target_shape
 from common.weights import find_head
-from launch.full_target import load_full_target, stop_tokens
+from launch.decoding.full_target import load_full_target, stop_tokens
 from launch.parity.causes import Side
 from launch.parity.doubts import find_doubts
 from launch.parity.folder import Folder, read_folder
@@ -25,9 +25,9 @@ from launch.parity.plain import PlainTarget, run_plain
 from launch.parity.probe import Document, make_documents, read_documents
 from launch.parity.training import run_training
 from launch.parity.trials import Trial, run_trials
-from services.drafter.checkpoint import checkpoint_folder, draft_identity, latest, load_weights
-from services.drafter.drafter_folder import differing_shapes, tensor_shapes
-from services.drafter.export import export
+from services.drafter.folder.checkpoint import checkpoint_folder, draft_identity, latest, load_weights
+from services.drafter.folder.drafter_folder import differing_shapes, tensor_shapes
+from services.drafter.folder.export import export
 
 TRAINING, TRANSFORMERS = "training", "transformers"  # references that are no folders
 LONGEST_MADE_UP = 200  # tokens, where the windows ask for more

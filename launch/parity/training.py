@@ -16,16 +16,16 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from common.config import Config
+from launch.decoding.target_features import pack_features
 from launch.parity.plain import FAR_ROW, FAR_STEP, name_angles, named, with_others
 from launch.parity.probe import Document
 from launch.parity.stages import Reading, Trace, collect
-from launch.target_features import pack_features
-from services.drafter.anchors import Blocks, all_blocks
-from services.drafter.attention import DenseAttention, KeysValues
-from services.drafter.frozen import load_embedding_and_head
-from services.drafter.model import DraftModel, Rotation, rotation
-from services.drafter.step import PackedBatch, block_hidden, predict_blocks
-from services.drafter.visibility import BlockPlaces, key_runs
+from services.drafter.model.anchors import Blocks, all_blocks
+from services.drafter.model.attention import DenseAttention, KeysValues
+from services.drafter.model.frozen import load_embedding_and_head
+from services.drafter.model.model import DraftModel, Rotation, rotation
+from services.drafter.model.step import PackedBatch, block_hidden, predict_blocks
+from services.drafter.model.visibility import BlockPlaces, key_runs
 
 CPU = torch.device("cpu")
 

@@ -5,25 +5,25 @@ import time
 
 import torch
 
-from common.board import Phase
-from common.device_memory import take_device
-from common.layout import SlotLayout
-from common.lifecycle import Actor
-from common.ring import RingReader
-from services.drafter import checkpoint
-from services.drafter.budget import settle_anchors
-from services.drafter.evaluator import Evaluator
-from services.drafter.fetch import Fetcher
-from services.drafter.frozen import load_embedding_and_head
-from services.drafter.group import Group
-from services.drafter.loss import loss_head
-from services.drafter.model import DraftModel
-from services.drafter.optimizer import MasterAdamW
-from services.drafter.resume import Checkpointer
-from services.drafter.run_state import RunState
-from services.drafter.trainer import Trainer
-from services.drafter.training_state import TrainingState
-from services.drafter.warmup import warm_up
+from common.actor.board import Phase
+from common.actor.lifecycle import Actor
+from common.device.memory import take_device
+from common.ring.layout import SlotLayout
+from common.ring.ring import RingReader
+from services.drafter.folder import checkpoint
+from services.drafter.model.frozen import load_embedding_and_head
+from services.drafter.model.loss import loss_head
+from services.drafter.model.model import DraftModel
+from services.drafter.training.budget import settle_anchors
+from services.drafter.training.evaluator import Evaluator
+from services.drafter.training.fetch import Fetcher
+from services.drafter.training.group import Group
+from services.drafter.training.optimizer import MasterAdamW
+from services.drafter.training.resume import Checkpointer
+from services.drafter.training.run_state import RunState
+from services.drafter.training.trainer import Trainer
+from services.drafter.training.training_state import TrainingState
+from services.drafter.training.warmup import warm_up
 
 log = logging.getLogger(__name__)
 

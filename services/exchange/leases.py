@@ -17,9 +17,9 @@ ABANDON and RETURN follow only the kernel's word that the owner is dead.
 
 import enum
 
-from common import faults
+from common.actor import faults
 from common.errors import TransitionError
-from common.slot_table import NO_BATCH, Owner, SlotRecord, SlotState, SlotTable
+from common.ring.slot_table import NO_BATCH, Owner, SlotRecord, SlotState, SlotTable
 
 
 class Edge(enum.Enum):

@@ -26,10 +26,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from common.actor.messages import BatchInfo, BatchKind, BatchShape
 from common.config import Config, PlanConfig
+from common.data.padding import padded_lengths
 from common.errors import DataError
-from common.messages import BatchInfo, BatchKind, BatchShape
-from common.padding import padded_lengths
 
 _SCHEME = 2  # of the sequence: one more whenever the same settings give another
 _WINDOW_BATCHES = 32

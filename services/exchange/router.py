@@ -7,8 +7,7 @@ place of each drafter by its next Next, the wish of each target by its next Work
 
 from typing import Literal, NamedTuple
 
-from common.errors import ProtocolError
-from common.messages import (
+from common.actor.messages import (
     PROTOCOL_VERSION,
     ActorDied,
     Done,
@@ -29,7 +28,8 @@ from common.messages import (
     Welcome,
     Work,
 )
-from common.slot_table import Owner, SlotState
+from common.errors import ProtocolError
+from common.ring.slot_table import Owner, SlotState
 from services.exchange.leases import Edge, Leases
 from services.exchange.plan import Plan
 

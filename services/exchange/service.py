@@ -7,17 +7,17 @@ from pathlib import Path
 
 import zmq
 
-from common import messages
-from common.addresses import exchange_address
-from common.board import Phase
+from common.actor import messages
+from common.actor.board import Phase
+from common.actor.lifecycle import Actor
+from common.actor.messages import Refused, Reply
 from common.config import Config
 from common.errors import ProtocolError, RunDirectoryBusyError
-from common.lifecycle import Actor
-from common.messages import Refused, Reply
-from common.slot_table import SlotTable
-from services.exchange.data import read_run_data
+from common.ring.slot_table import SlotTable
+from common.run_dir import exchange_address
 from services.exchange.leases import Leases
 from services.exchange.router import Outgoing, Router
+from services.exchange.samples import read_run_data
 
 _POLL_MS = 100
 log = logging.getLogger(__name__)

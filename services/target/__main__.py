@@ -1,10 +1,10 @@
-from common.parent import die_with_parent
+from common.actor.parent import die_with_parent
 
 die_with_parent()  # first: the imports below take seconds, in which the supervisor may die
 
 from argparse import ArgumentParser  # noqa: E402
 
-from common.lifecycle import run_actor  # noqa: E402
+from common.actor.lifecycle import run_actor  # noqa: E402
 from services.target.service import main  # noqa: E402
 
 

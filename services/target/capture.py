@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from common import faults
+from common.actor import faults
 
 Keep = Callable[[int, torch.Tensor], None]  # number of the tap, tap [B, S, H]
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from common.device.stopwatch import Stopwatch
 from common.metrics import MetricsWriter
-from common.stopwatch import Stopwatch
 from services.target.flops import ForwardFlops, peak_flops_per_s
 
 _REPORT_S = 60.0

@@ -5,7 +5,7 @@ B rows, S padded length, T real tokens of all rows, K taps, H hidden size.
 
 import torch
 
-from common.checksum import checksum as checksum_of
+from common.ring.checksum import checksum as checksum_of
 
 
 def pack(tap: torch.Tensor, places: torch.Tensor, packed: torch.Tensor, checksum: torch.Tensor) -> None:
@@ -18,7 +18,7 @@ def pack(tap: torch.Tensor, places: torch.Tensor, packed: torch.Tensor, checksum
         tap: [B, S, H], contiguous.
         places: int32 [T], the number of each real token among the B * S.
         packed: [T, H], a window onto the staging buffer, in the type of the slot.
-        checksum: int64 [], to which what `common.checksum` makes of `packed` is added.
+        checksum: int64 [], to which what `common.ring.checksum` makes of `packed` is added.
     """
     assert packed.shape == (len(places), tap.shape[-1])
     if tap.is_cuda:

@@ -16,12 +16,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from common import faults
-from common.copy_stream import CopyStream, Mark
-from common.layout import SlotHeader
-from common.lifecycle import Actor
-from common.messages import Held, Lease
-from common.ring import RingWriter, WritableSlot
+from common.actor import faults
+from common.actor.lifecycle import Actor
+from common.actor.messages import Held, Lease
+from common.device.copy_stream import CopyStream, Mark
+from common.ring.layout import SlotHeader
+from common.ring.ring import RingWriter, WritableSlot
 from services.target.health import Health
 from services.target.rows import TargetRows
 from services.target.staging import Staging

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from common.dataset import Dataset
-from common.held_out import HeldOut
-from common.padding import padded_lengths
-from common.ring import Rows
+from common.data.dataset import Dataset
+from common.data.held_out import HeldOut
+from common.data.padding import padded_lengths
+from common.ring.ring import Rows
 
 
 class TargetRows(NamedTuple):
@@ -25,7 +25,7 @@ class TargetRows(NamedTuple):
 
 
 def read_rows(dataset: Dataset | HeldOut, sample_ids: Sequence[int], bucket_lengths: Sequence[int]) -> TargetRows:
-    """Read the samples, one row each in the given order, as long as `common.padding` says.
+    """Read the samples, one row each in the given order, as long as `common.data.padding` says.
 
     Raises:
         DataError: a file of the data set is damaged.

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import torch
 
+from common.actor.board import Phase
+from common.actor.lifecycle import Actor
+from common.actor.messages import BatchKind, Lease, Work
 from common.anchor_budget import is_open
-from common.board import Phase
-from common.dataset import Dataset
-from common.device_memory import take_device
+from common.data.dataset import Dataset
+from common.data.held_out import HeldOut
+from common.device.memory import take_device
+from common.device.stopwatch import Stopwatch
 from common.errors import ProtocolError
-from common.held_out import HeldOut
-from common.layout import SlotLayout
-from common.lifecycle import Actor
-from common.messages import BatchKind, Lease, Work
-from common.ring import RingWriter
-from common.stopwatch import Stopwatch
+from common.ring.layout import SlotLayout
+from common.ring.ring import RingWriter
 from services.target.flops import ForwardFlops
 from services.target.health import Health
 from services.target.model import TargetModel

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from common.messages import BatchShape
+from common.actor.messages import BatchShape
 from services.target.model import TargetModel
 from services.target.rows import make_rows
 from services.target.staging import Staging

@@ -5,11 +5,11 @@ B rows, S padded length, T real tokens of all rows, K taps, H hidden size.
 
 import torch
 
-from common.copy_stream import CopyStream, Mark, mark_computation
-from common.hidden_buffer import HiddenBuffer
-from common.layout import SlotLayout
-from common.ring import WritableSlot
-from common.stopwatch import Stopwatch
+from common.device.copy_stream import CopyStream, Mark, mark_computation
+from common.device.hidden_buffer import HiddenBuffer
+from common.device.stopwatch import Stopwatch
+from common.ring.layout import SlotLayout
+from common.ring.ring import WritableSlot
 from services.target.pack import pack
 from services.target.rows import TargetRows
 

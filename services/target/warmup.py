@@ -15,12 +15,12 @@ import msgspec
 import numpy as np
 import torch
 
+from common.actor.messages import BatchShape
 from common.config import PlanConfig
-from common.device_memory import GIB, allowed_bytes, describe_peak
+from common.data.padding import padded_lengths
+from common.device.memory import GIB, allowed_bytes, describe_peak
 from common.errors import ConfigError
-from common.layout import SlotLayout
-from common.messages import BatchShape
-from common.padding import padded_lengths
+from common.ring.layout import SlotLayout
 from services.target.model import TargetModel
 from services.target.rows import TargetRows, make_rows
 from services.target.staging import Staging

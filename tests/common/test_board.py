@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from common import memory
-from common.board import Board, Notice, Notices, Phase, board_bytes
+from common.actor.board import Board, Notice, Notices, Phase, board_bytes
 from common.errors import SharedMemoryError
+from common.ring import memory
 
 
 def make_fd(num_actors: int) -> int:
@@ -53,7 +53,7 @@ def test_drafters_read_the_life_of_their_group_and_who_has_come() -> None:
 def test_another_process_writes_its_record() -> None:
     fd = make_fd(2)
     board = Board(fd, 2)
-    program = f"import os; from common.board import Notices; Notices({fd}, 1, os.getpid()).show_step(3, 8, 0.125)"
+    program = f"import os; from common.actor.board import Notices; Notices({fd}, 1, os.getpid()).show_step(3, 8, 0.125)"
     child = subprocess.Popen([sys.executable, "-c", program], pass_fds=[fd])
     assert child.wait() == 0
     assert (board.read(1).pid, board.read(1).step, board.read(1).loss) == (child.pid, 3, 0.125)

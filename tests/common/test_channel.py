@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import zmq
 
-from common import messages
-from common.channel import Channel, ChannelClosedError
+from common.actor import messages
+from common.actor.channel import Channel, ChannelClosedError
+from common.actor.messages import Done, Incarnation, Next, Refused, Release, Reply, ReplyBody, Request, Stale
 from common.errors import ProtocolError
-from common.messages import Done, Incarnation, Next, Refused, Release, Reply, ReplyBody, Request, Stale
 
 SENDER = Incarnation("drafter", 0, 1, 1)
 WAIT_S = 20  # a hung test ends; nothing is asserted of time

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.damage import (
+from common.data.damage import (
     DamagedRows,
     find_damage,
     read_damaged_rows,
@@ -13,7 +13,7 @@ from common.damage import (
     usable_lengths,
     write_damaged_rows,
 )
-from common.dataset import Dataset, DatasetWriter
+from common.data.dataset import Dataset, DatasetWriter
 from common.errors import DataError
 
 NUM_ROWS = 12

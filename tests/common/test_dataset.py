@@ -7,8 +7,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from common.arrow_file import Sample, to_batch
-from common.dataset import ROWS_PER_BATCH, Dataset, DatasetWriter
+from common.data.arrow_file import Sample, to_batch
+from common.data.dataset import ROWS_PER_BATCH, Dataset, DatasetWriter
 from common.errors import DataError
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from common.device_memory import allowed_bytes, describe_peak
+from common.device.memory import allowed_bytes, describe_peak
 
 
 def test_a_cpu_has_no_peak() -> None:

@@ -6,11 +6,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from common.arrow_file import SCHEMA, ArrowFile, Sample, to_batch
 from common.config import DataConfig
-from common.dataset import Dataset, DatasetWriter
+from common.data.arrow_file import SCHEMA, ArrowFile, Sample, to_batch
+from common.data.dataset import Dataset, DatasetWriter
+from common.data.held_out import HeldOut
 from common.errors import DataError
-from common.held_out import HeldOut
 from tests.common.saved_sets import save_set
 
 CATEGORIES = {"gsm8k": ["", "", ""], "chat": ["maths", "stories", "", "maths"], "code": ["python"]}

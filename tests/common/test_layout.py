@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from common.errors import SlotHeaderError
-from common.layout import HEADER_BYTES, ROW_ARRAYS, SlotHeader, SlotLayout
+from common.ring.layout import HEADER_BYTES, ROW_ARRAYS, SlotHeader, SlotLayout
 from tests.exchange.small_runs import make_config
 
 HEADER = SlotHeader(b"0123456789abcdef", 2**63 + 1, 2**40, 300, 7, -(2**63), 2**63 - 1)

@@ -14,22 +14,23 @@ import pytest
 import zmq
 
 from common import config as configuration
-from common import memory, messages
-from common.addresses import exchange_address
-from common.board import Board, Phase, board_bytes
-from common.lifecycle import EXIT_DONE, EXIT_FAILED, EXIT_HOPELESS, EXIT_STOPPED, start_time
-from common.messages import Hello, Reply, Welcome
+from common.actor import messages
+from common.actor.board import Board, Phase, board_bytes
+from common.actor.lifecycle import EXIT_DONE, EXIT_FAILED, EXIT_HOPELESS, EXIT_STOPPED, start_time
+from common.actor.messages import Hello, Reply, Welcome
+from common.ring import memory
+from common.run_dir import exchange_address
 from tests.exchange.small_runs import make_config
 
 WAIT_S = 30  # a hung test ends; nothing is asserted of time
 HEAD = """
-from common.parent import die_with_parent
+from common.actor.parent import die_with_parent
 die_with_parent()
 import os, sys, threading, time
 from common import errors
-from common.board import Phase
-from common.lifecycle import StoppedError, run_actor
-from common.messages import Next
+from common.actor.board import Phase
+from common.actor.lifecycle import StoppedError, run_actor
+from common.actor.messages import Next
 
 def ready(actor):
     actor.notices.phase(Phase.READY)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from common import memory
 from common.errors import ConfigError
+from common.ring import memory
 
 
 def test_rounding_up() -> None:
@@ -49,7 +49,7 @@ def test_a_child_gets_it_only_when_it_is_handed_over() -> None:
 def test_too_much_is_an_error_that_says_for_what_and_leaves_nothing_open() -> None:
     program = """
 import os, resource
-from common import memory
+from common.ring import memory
 from common.errors import ConfigError
 resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
 before = os.listdir("/proc/self/fd")

@@ -6,8 +6,8 @@ from typing import get_args
 import msgspec
 import pytest
 
-from common import messages
-from common.messages import (
+from common.actor import messages
+from common.actor.messages import (
     ActorDied,
     BatchInfo,
     Done,

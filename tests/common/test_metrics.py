@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from common.addresses import metrics_path
 from common.errors import DataError
 from common.metrics import MetricsWriter, read_metrics
+from common.run_dir import metrics_path
 
 
 def test_lines_come_back_in_order_with_all_their_digits(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from common.padding import padded_lengths
+from common.data.padding import padded_lengths
 
 BUCKETS = [512, 1000, 2048, 8192]
 

@@ -9,11 +9,11 @@ import time
 import pytest
 import torch
 
-from common import memory, pinned
-from common.checksum import checksum
 from common.errors import HeadraceError
-from common.layout import SlotLayout
-from common.ring import RingWriter
+from common.ring import memory, pinned
+from common.ring.checksum import checksum
+from common.ring.layout import SlotLayout
+from common.ring.ring import RingWriter
 from launch.bench.harness.copier import Copier, Ring, wait_until_copying
 from launch.bench.shapes import random_run
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from common import memory
-from common.checksum import checksum
+from common.actor.messages import SlotReady
 from common.errors import SharedMemoryError, SlotHeaderError, SlotSizeError
-from common.layout import SlotHeader, SlotLayout
-from common.messages import SlotReady
-from common.ring import RingReader, RingWriter, Rows
+from common.ring import memory
+from common.ring.checksum import checksum
+from common.ring.layout import SlotHeader, SlotLayout
+from common.ring.ring import RingReader, RingWriter, Rows
 from tests.exchange.process_run import FORKS, Inherited
 from tests.exchange.small_runs import make_config
 

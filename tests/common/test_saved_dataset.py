@@ -5,8 +5,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from common.damage import find_damage
-from common.dataset import Dataset
+from common.data.damage import find_damage
+from common.data.dataset import Dataset
 from common.errors import DataError
 from tests.common.saved_sets import Row, save_set
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from common import memory
 from common.errors import SharedMemoryError
-from common.slot_table import NOBODY, Owner, SlotRecord, SlotState, SlotTable, table_bytes
+from common.ring import memory
+from common.ring.slot_table import NOBODY, Owner, SlotRecord, SlotState, SlotTable, table_bytes
 from services.exchange.leases import TRANSITIONS, Edge, Leases
 
 TARGET, DRAFTER, OLD = Owner(41, 4), Owner(52, 5), Owner(63, 6)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from common.checksum import checksum
 from common.errors import ModelError
+from common.ring.checksum import checksum
 from common.weights import find_embedding, find_head, random_tensor, read_initializer_range, read_tensors
 
 CPU = torch.device("cpu")

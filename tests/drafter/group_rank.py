@@ -12,14 +12,14 @@ from pathlib import Path
 import torch
 from made_up_batches import frozen_weights, make_batch, make_config, metadata
 
-from common import faults
-from common.lifecycle import Actor
-from services.drafter.anchors import choose_blocks
-from services.drafter.gradients import Begin, Gradients
-from services.drafter.group import Group, GroupBrokenError
-from services.drafter.model import DraftModel
-from services.drafter.step import block_loss
-from services.drafter.step_sums import StepSums
+from common.actor import faults
+from common.actor.lifecycle import Actor
+from services.drafter.model.anchors import choose_blocks
+from services.drafter.model.model import DraftModel
+from services.drafter.model.step import block_loss
+from services.drafter.model.step_sums import StepSums
+from services.drafter.training.gradients import Begin, Gradients
+from services.drafter.training.group import Group, GroupBrokenError
 
 NUM_ELEMENTS = 1 << 22
 PAUSE_S = 0.05

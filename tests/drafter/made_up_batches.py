@@ -9,8 +9,8 @@ from torch import Tensor
 from common.acceptance import Evaluation
 from common.config import ActorsConfig, Config, DataConfig, DraftConfig, ModelConfig, PlanConfig, TargetsConfig, TrainConfig
 from common.target_shape import TargetShape
-from services.drafter.anchors import Bools, Ints
-from services.drafter.step import PackedBatch
+from services.drafter.model.anchors import Bools, Ints
+from services.drafter.model.step import PackedBatch
 
 VOCAB_SIZE, HIDDEN_SIZE, NUM_TAPS, BLOCK_SIZE, MASK_TOKEN = 32, 32, 2, 4, 31
 

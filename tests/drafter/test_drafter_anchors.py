@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from made_up_batches import BLOCK_SIZE, make_batch, make_config, metadata
 
-from services.drafter.anchors import Blocks, all_blocks, choose_blocks, quotas
-from services.drafter.step import PackedBatch
+from services.drafter.model.anchors import Blocks, all_blocks, choose_blocks, quotas
+from services.drafter.model.step import PackedBatch
 
 
 def choose(batch: PackedBatch, epoch: int = 0, **train: Any) -> Blocks:

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.drafter.attention import DenseAttention, KeysValues
-from services.drafter.visibility import BlockPlaces, KeyRuns, key_runs
+from services.drafter.model.attention import DenseAttention, KeysValues
+from services.drafter.model.visibility import BlockPlaces, KeyRuns, key_runs
 
 CONTEXT_DOCUMENTS = [0] * 7 + [1] * 5
 ANCHORS, DOCUMENTS, VALID = [3, 6, 10, 0], [0, 0, 1, 0], [True, True, True, False]

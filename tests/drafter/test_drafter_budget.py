@@ -5,14 +5,14 @@ import pytest
 import torch
 from made_up_batches import BLOCK_SIZE, frozen_weights, make_config
 
+from common.actor.messages import BatchShape
 from common.anchor_budget import BatchCost
 from common.config import Config
-from common.messages import BatchShape
-from services.drafter.anchors import choose_blocks
-from services.drafter.budget import all_taken, balanced_anchors, mean_anchors, measure_cost, with_anchors
-from services.drafter.model import DraftModel
-from services.drafter.optimizer import MasterAdamW
-from services.drafter.training_state import TrainingState, full_shape, make_up_batch
+from services.drafter.model.anchors import choose_blocks
+from services.drafter.model.model import DraftModel
+from services.drafter.training.budget import all_taken, balanced_anchors, mean_anchors, measure_cost, with_anchors
+from services.drafter.training.optimizer import MasterAdamW
+from services.drafter.training.training_state import TrainingState, full_shape, make_up_batch
 
 FULL = [BatchShape(8, 2048, 100)]  # no batch has fewer documents than its budget has room for
 

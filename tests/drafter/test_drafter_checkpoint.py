@@ -16,7 +16,16 @@ from made_up_batches import make_evaluation
 
 from common.acceptance import find_best
 from common.errors import CheckpointError, DamagedCheckpointError
-from services.drafter.checkpoint import Checkpoint, DraftIdentity, checkpoint_folder, clean, latest, load, load_weights, save
+from services.drafter.folder.checkpoint import (
+    Checkpoint,
+    DraftIdentity,
+    checkpoint_folder,
+    clean,
+    latest,
+    load,
+    load_weights,
+    save,
+)
 
 ROOT = Path(__file__).parents[2]
 DRAFT = DraftIdentity(
@@ -36,7 +45,7 @@ DRAFT = DraftIdentity(
 SAVER = """
 import pathlib, sys, time
 import msgspec, torch
-from services.drafter.checkpoint import Checkpoint, save
+from services.drafter.folder.checkpoint import Checkpoint, save
 
 class StopsInTheMiddle:
     def __reduce__(self):

@@ -10,12 +10,12 @@ import torch
 from made_up_batches import frozen_weights, make_batch, make_config, metadata
 from torch.utils.flop_counter import FlopCounterMode
 
-from common.stopwatch import Stopwatch
-from services.drafter.anchors import choose_blocks
-from services.drafter.flops import batch_flops
-from services.drafter.model import DraftModel
-from services.drafter.profiler import StepProfiler
-from services.drafter.step import block_loss
+from common.device.stopwatch import Stopwatch
+from services.drafter.model.anchors import choose_blocks
+from services.drafter.model.flops import batch_flops
+from services.drafter.model.model import DraftModel
+from services.drafter.model.step import block_loss
+from services.drafter.training.profiler import StepProfiler
 
 
 def test_counted_operations_are_those_of_the_products() -> None:

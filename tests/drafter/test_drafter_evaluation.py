@@ -5,9 +5,15 @@ import pytest
 import torch
 from made_up_batches import MASK_TOKEN, frozen_weights, make_batch, make_config, metadata
 
-from services.drafter.anchors import all_blocks
-from services.drafter.evaluation import evaluate_batch, matching_prefix, summarise, walk, with_features_of_another_document
-from services.drafter.model import DraftModel
+from services.drafter.model.acceptance import (
+    evaluate_batch,
+    matching_prefix,
+    summarise,
+    walk,
+    with_features_of_another_document,
+)
+from services.drafter.model.anchors import all_blocks
+from services.drafter.model.model import DraftModel
 
 
 def walked(accepted: list[int], loss_mask: list[int], cu_seqlens: list[int]) -> tuple[int, int]:

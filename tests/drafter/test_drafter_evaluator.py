@@ -11,12 +11,12 @@ from made_up_batches import frozen_weights, make_batch, make_config
 
 from common.acceptance import Acceptance
 from common.config import Config, DataConfig
-from common.dataset import DatasetWriter
-from services.drafter.evaluation import evaluate_batch, summarise, with_features_of_another_document
-from services.drafter.evaluator import Evaluator
-from services.drafter.model import DraftModel
-from services.drafter.run_state import RunState
-from services.drafter.step import PackedBatch
+from common.data.dataset import DatasetWriter
+from services.drafter.model.acceptance import evaluate_batch, summarise, with_features_of_another_document
+from services.drafter.model.model import DraftModel
+from services.drafter.model.step import PackedBatch
+from services.drafter.training.evaluator import Evaluator
+from services.drafter.training.run_state import RunState
 
 LENGTHS = [20, 9, 14, 30, 12]
 SETS = {"code": ["python", "", "python"], "chat": ["", ""]}

@@ -18,9 +18,9 @@ from common.errors import CheckpointError
 from launch.decoding.answer import Limits
 from launch.decoding.block_drafter import BlockDrafter
 from launch.decoding.speculate import speculate
-from services.drafter.drafter_folder import load_drafter
-from services.drafter.export import export
-from services.drafter.model import DraftModel
+from services.drafter.folder.drafter_folder import load_drafter
+from services.drafter.folder.export import export
+from services.drafter.model.model import DraftModel
 
 NORMS = ["input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"]
 ATTENTION = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]

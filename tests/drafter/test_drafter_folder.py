@@ -13,8 +13,8 @@ from torch import Tensor
 
 from common.config import Config
 from common.errors import CheckpointError
-from services.drafter.drafter_folder import load_drafter, read_drafter
-from services.drafter.model import DraftModel
+from services.drafter.folder.drafter_folder import load_drafter, read_drafter
+from services.drafter.model.model import DraftModel
 
 Content = dict[str, Any]
 QWEN3 = {

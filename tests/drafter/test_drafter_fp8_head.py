@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.drafter.fp8_head import Fp8Head, quantise
-from services.drafter.loss import frozen_head_loss, loss_head
+from services.drafter.kernels.fp8_head import Fp8Head, quantise
+from services.drafter.model.loss import frozen_head_loss, loss_head
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS, HIDDEN, VOCAB = 48, 64, 4096

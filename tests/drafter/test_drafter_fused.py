@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.drafter.fused import fused
+from services.drafter.kernels.fused import fused
 
 
 @fused

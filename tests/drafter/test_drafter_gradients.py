@@ -5,12 +5,12 @@ import torch
 from made_up_batches import BLOCK_SIZE, frozen_weights, make_batch, make_config, metadata
 from torch import Tensor
 
-from services.drafter.anchors import choose_blocks
-from services.drafter.gradients import Gradients
-from services.drafter.group import GroupBrokenError
-from services.drafter.model import DraftModel
-from services.drafter.step import block_loss
-from services.drafter.step_sums import StepSums
+from services.drafter.model.anchors import choose_blocks
+from services.drafter.model.model import DraftModel
+from services.drafter.model.step import block_loss
+from services.drafter.model.step_sums import StepSums
+from services.drafter.training.gradients import Gradients
+from services.drafter.training.group import GroupBrokenError
 
 CONFIG = make_config(["sliding_attention", "full_attention", "full_attention"], anchors_per_batch=64)
 NUM_SUMS = StepSums.size(BLOCK_SIZE)

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from common import config as configuration
-from common import memory
-from common.board import Board, Notices, board_bytes
-from common.faults import Fault
+from common.actor.board import Board, Notices, board_bytes
+from common.actor.faults import Fault
+from common.ring import memory
 
 ROOT = Path(__file__).parent.parent.parent
 NUM_ACTORS, FIRST_DRAFTER = 5, 3

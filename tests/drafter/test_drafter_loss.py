@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.drafter import cross_entropy_kernel
-from services.drafter.loss import DPACE_SMOOTHING, cross_entropy, decay_weights, dpace_weights, frozen_head_loss
+from services.drafter.kernels import cross_entropy_kernel
+from services.drafter.model.loss import DPACE_SMOOTHING, cross_entropy, decay_weights, dpace_weights, frozen_head_loss
 
 GENERATOR_SEED = 5
 

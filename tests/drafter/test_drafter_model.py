@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
-from services.drafter.anchors import Blocks, all_blocks
-from services.drafter.attention import DenseAttention
-from services.drafter.model import DraftModel
-from services.drafter.step import PackedBatch, block_hidden
-from services.drafter.visibility import KeyRuns
+from services.drafter.model.anchors import Blocks, all_blocks
+from services.drafter.model.attention import DenseAttention
+from services.drafter.model.model import DraftModel
+from services.drafter.model.step import PackedBatch, block_hidden
+from services.drafter.model.visibility import KeyRuns
 
 LAYERS = {
     "full": ["full_attention"],

@@ -6,8 +6,8 @@ import torch
 from made_up_batches import make_batch, make_config
 from torch import Tensor
 
-from services.drafter.noise import add_noise
-from services.drafter.step import PackedBatch
+from services.drafter.model.noise import add_noise
+from services.drafter.model.step import PackedBatch
 
 
 def noise_of(batch: PackedBatch, epoch: int = 0, kind: str = "uniform") -> Tensor:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
 from common.config import TrainConfig
-from services.drafter.optimizer import MasterAdamW, learning_rate
-from services.drafter.step_sums import StepSums
+from services.drafter.model.step_sums import StepSums
+from services.drafter.training.optimizer import MasterAdamW, learning_rate
 
 TRAIN = TrainConfig(learning_rate=0.01, warmup_ratio=0.3, max_grad_norm=0.5, weight_decay=0.1)
 NUM_STEPS = 10

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.drafter.quarantine import QuarantinedBatch, QuarantinedStep, collect_facts, quarantine
-from services.drafter.step_sums import StepSums
+from services.drafter.model.step_sums import StepSums
+from services.drafter.training.quarantine import QuarantinedBatch, QuarantinedStep, collect_facts, quarantine
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

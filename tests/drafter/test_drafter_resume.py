@@ -13,16 +13,16 @@ from made_up_batches import make_config, make_evaluation
 from safetensors.torch import save_file
 
 from common.acceptance import Evaluation
+from common.actor.messages import Welcome
 from common.config import Config
 from common.drafter_files import fingerprint_drafter
 from common.errors import CheckpointError
-from common.messages import Welcome
-from services.drafter.checkpoint import checkpoint_folder, read_checkpoint
-from services.drafter.export import export
-from services.drafter.model import DraftModel
-from services.drafter.optimizer import MasterAdamW
-from services.drafter.resume import Checkpointer
-from services.drafter.run_state import RunState
+from services.drafter.folder.checkpoint import checkpoint_folder, read_checkpoint
+from services.drafter.folder.export import export
+from services.drafter.model.model import DraftModel
+from services.drafter.training.optimizer import MasterAdamW
+from services.drafter.training.resume import Checkpointer
+from services.drafter.training.run_state import RunState
 
 WELCOME = Welcome(b"p" * 16, num_batches=240, num_steps=40)
 

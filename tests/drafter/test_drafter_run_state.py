@@ -4,7 +4,7 @@ import pytest
 import torch
 from made_up_batches import make_evaluation
 
-from services.drafter.run_state import UNKNOWN, RunState
+from services.drafter.training.run_state import UNKNOWN, RunState
 
 ROUNDS = torch.tensor([[3, 1], [4, 0]])
 

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from made_up_batches import BLOCK_SIZE, HIDDEN_SIZE, document_alone, frozen_weights, make_batch, make_config, metadata
 
 from common.config import Config
-from services.drafter.anchors import all_blocks, choose_blocks
-from services.drafter.evaluation import evaluate_batch, matching_prefix, summarise, with_features_of_another_document
-from services.drafter.loss import DPACE_SMOOTHING, decay_weights
-from services.drafter.model import DraftModel
-from services.drafter.optimizer import MasterAdamW
-from services.drafter.step import PackedBatch, block_hidden, block_loss, predict_blocks
-from services.drafter.step_sums import StepSums
+from services.drafter.model.acceptance import evaluate_batch, matching_prefix, summarise, with_features_of_another_document
+from services.drafter.model.anchors import all_blocks, choose_blocks
+from services.drafter.model.loss import DPACE_SMOOTHING, decay_weights
+from services.drafter.model.model import DraftModel
+from services.drafter.model.step import PackedBatch, block_hidden, block_loss, predict_blocks
+from services.drafter.model.step_sums import StepSums
+from services.drafter.training.optimizer import MasterAdamW
 
 
 def test_sums_equal_their_definition() -> None:

@@ -2,11 +2,11 @@
 
 import torch
 
-from common.stopwatch import Stopwatch
-from services.drafter.optimizer import StepResult
-from services.drafter.quarantine import BatchFacts, QuarantinedBatch
-from services.drafter.step_metrics import MetricsReadback, StepCost, StepMetrics
-from services.drafter.step_sums import StepSums
+from common.device.stopwatch import Stopwatch
+from services.drafter.model.step_sums import StepSums
+from services.drafter.training.optimizer import StepResult
+from services.drafter.training.quarantine import BatchFacts, QuarantinedBatch
+from services.drafter.training.step_metrics import MetricsReadback, StepCost, StepMetrics
 
 
 def make_result(loss: float, *, found_inf: float = 0.0, stop: float = 0.0) -> StepResult:

@@ -2,7 +2,7 @@
 
 import torch
 
-from services.drafter.step_sums import StepSums
+from services.drafter.model.step_sums import StepSums
 
 
 def test_the_names_are_views_that_cover_the_tensor_once() -> None:

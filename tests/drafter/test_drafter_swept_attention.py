@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.drafter.attention import DenseAttention
-from services.drafter.visibility import TILE, BlockPlaces, key_runs, sweeps_of_keys, sweeps_of_rows
+from services.drafter.model.attention import DenseAttention
+from services.drafter.model.visibility import TILE, BlockPlaces, key_runs, sweeps_of_keys, sweeps_of_rows
 
 
 def made_up_places(lengths: list[int], num_blocks: int) -> BlockPlaces:
@@ -63,7 +63,7 @@ def heads(num_rows: int, num_heads: int, random: torch.Generator, head_dim: int 
 @pytest.mark.parametrize("some", [False, True])
 def test_kernels_equal_dense_attention_in_value_and_gradient(lengths: list[int], window: int, some: bool) -> None:
     pytest.importorskip("triton")
-    from services.drafter.swept_attention import SweptAttention
+    from services.drafter.kernels.swept_attention import SweptAttention
 
     device = torch.device("cpu")
     num_context, num_blocks, block_size = sum(lengths), min(sum(lengths), 40), 8
@@ -88,7 +88,7 @@ def test_kernels_equal_dense_attention_in_value_and_gradient(lengths: list[int],
 @pytest.mark.parametrize("window", [0, 600])
 @pytest.mark.parametrize("some", [False, True])
 def test_a_gpu_computes_in_bfloat16_what_dense_attention_does_in_float32(window: int, some: bool, head_dim: int) -> None:
-    from services.drafter.swept_attention import SweptAttention
+    from services.drafter.kernels.swept_attention import SweptAttention
 
     device, block_size, num_blocks, lengths = torch.device("cuda"), 16, 160, [700, 50, 1300]
     rows = some_rows(num_blocks, block_size) if some else np.arange(num_blocks * block_size)

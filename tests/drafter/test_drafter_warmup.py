@@ -12,11 +12,11 @@ from made_up_batches import BLOCK_SIZE, HIDDEN_SIZE, NUM_TAPS, VOCAB_SIZE, froze
 
 from common.config import Config
 from common.errors import ConfigError
-from services.drafter.budget import with_anchors
-from services.drafter.model import DraftModel
-from services.drafter.optimizer import MasterAdamW
-from services.drafter.training_state import TrainingState, full_shape, make_up_batch
-from services.drafter.warmup import halved_shapes, warm_up
+from services.drafter.model.model import DraftModel
+from services.drafter.training.budget import with_anchors
+from services.drafter.training.optimizer import MasterAdamW
+from services.drafter.training.training_state import TrainingState, full_shape, make_up_batch
+from services.drafter.training.warmup import halved_shapes, warm_up
 
 
 def config_of(max_tokens: int, anchors: int, bucket_lengths: list[int], **options: int | str) -> Config:

@@ -18,16 +18,10 @@ import msgspec
 import numpy as np
 
 from common import config as configuration
-from common import memory
-from common.addresses import exchange_address
-from common.board import Board, Phase, board_bytes
-from common.channel import Channel
-from common.checksum import checksum
-from common.config import Config
-from common.dataset import Dataset, DatasetWriter
-from common.layout import SlotHeader, SlotLayout
-from common.lifecycle import start_time
-from common.messages import (
+from common.actor.board import Board, Phase, board_bytes
+from common.actor.channel import Channel
+from common.actor.lifecycle import start_time
+from common.actor.messages import (
     PROTOCOL_VERSION,
     ActorDied,
     Finished,
@@ -40,9 +34,15 @@ from common.messages import (
     Welcome,
     Work,
 )
-from common.messages import SlotReady as Ready
-from common.ring import RingReader, RingWriter, Rows
-from common.slot_table import table_bytes
+from common.actor.messages import SlotReady as Ready
+from common.config import Config
+from common.data.dataset import Dataset, DatasetWriter
+from common.ring import memory
+from common.ring.checksum import checksum
+from common.ring.layout import SlotHeader, SlotLayout
+from common.ring.ring import RingReader, RingWriter, Rows
+from common.ring.slot_table import table_bytes
+from common.run_dir import exchange_address
 from tests.exchange.small_runs import make_config
 
 FORKS = multiprocessing.get_context("forkserver")

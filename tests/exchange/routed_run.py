@@ -1,7 +1,6 @@
 """A run that is told message by message what happens."""
 
-from common.config import Config
-from common.messages import (
+from common.actor.messages import (
     Done,
     Grant,
     Held,
@@ -14,7 +13,8 @@ from common.messages import (
     SlotReady,
     Work,
 )
-from common.slot_table import SlotState
+from common.config import Config
+from common.ring.slot_table import SlotState
 from tests.exchange.small_runs import life, make_plan, make_router, make_table
 
 TARGET, DRAFTER, SUPERVISOR = life("target"), life("drafter"), life("supervisor")

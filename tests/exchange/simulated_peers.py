@@ -3,7 +3,7 @@
 import random
 from typing import NamedTuple
 
-from common.messages import (
+from common.actor.messages import (
     PROTOCOL_VERSION,
     ActorDied,
     Done,

@@ -5,7 +5,7 @@ import os
 import numpy as np
 from numpy.typing import NDArray
 
-from common import memory
+from common.actor.messages import Incarnation
 from common.config import (
     ActorsConfig,
     Config,
@@ -17,8 +17,8 @@ from common.config import (
     RingConfig,
     TargetsConfig,
 )
-from common.messages import Incarnation
-from common.slot_table import SlotTable, table_bytes
+from common.ring import memory
+from common.ring.slot_table import SlotTable, table_bytes
 from common.target_shape import TargetShape
 from services.exchange.leases import Leases
 from services.exchange.plan import Plan

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from common.config import Config, DataConfig
-from common.damage import DamagedRows, write_damaged_rows
-from common.dataset import Dataset, DatasetWriter
+from common.data.damage import DamagedRows, write_damaged_rows
+from common.data.dataset import Dataset, DatasetWriter
 from common.errors import DataError
-from services.exchange.data import read_run_data
+from services.exchange.samples import read_run_data
 from tests.exchange.small_runs import make_config
 
 

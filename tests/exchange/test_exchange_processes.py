@@ -10,12 +10,12 @@ import pytest
 import torch
 import zmq
 
-from common import messages
-from common.addresses import exchange_address
-from common.checksum import checksum
-from common.dataset import Dataset
-from common.lifecycle import EXIT_DONE, EXIT_HOPELESS
-from common.messages import ActorDied, Done, Hello, Incarnation, Refused, Reply, Request, Welcome
+from common.actor import messages
+from common.actor.lifecycle import EXIT_DONE, EXIT_HOPELESS
+from common.actor.messages import ActorDied, Done, Hello, Incarnation, Refused, Reply, Request, Welcome
+from common.data.dataset import Dataset
+from common.ring.checksum import checksum
+from common.run_dir import exchange_address
 from services.exchange.plan import Plan
 from tests.common.huge_frames import BOUND_BYTES, peak_bytes, send_huge_frames
 from tests.exchange.process_run import ProcessRun, read_record

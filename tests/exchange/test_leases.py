@@ -3,7 +3,7 @@
 import pytest
 
 from common.errors import TransitionError
-from common.slot_table import NO_BATCH, NOBODY, Owner, SlotRecord, SlotState
+from common.ring.slot_table import NO_BATCH, NOBODY, Owner, SlotRecord, SlotState
 from services.exchange.leases import Edge, Leases, move
 from tests.exchange.small_runs import make_table
 

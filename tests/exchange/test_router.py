@@ -2,8 +2,7 @@
 
 import pytest
 
-from common.errors import ProtocolError
-from common.messages import (
+from common.actor.messages import (
     PROTOCOL_VERSION,
     ActorDied,
     Done,
@@ -22,7 +21,8 @@ from common.messages import (
     Welcome,
     Work,
 )
-from common.slot_table import SlotState
+from common.errors import ProtocolError
+from common.ring.slot_table import SlotState
 from tests.exchange.routed_run import DRAFTER, SUPERVISOR, TARGET, Run
 from tests.exchange.small_runs import PLAN_HASH, life, make_config
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from common.errors import ProtocolError
-from common.messages import (
+from common.actor.messages import (
     PROTOCOL_VERSION,
     ActorDied,
     Done,
@@ -15,7 +14,8 @@ from common.messages import (
     Stale,
     Work,
 )
-from common.slot_table import Owner, SlotState
+from common.errors import ProtocolError
+from common.ring.slot_table import Owner, SlotState
 from services.exchange.router import MAX_BAD_SLOTS
 from tests.exchange.routed_run import DRAFTER, SUPERVISOR, TARGET, Run
 from tests.exchange.small_runs import life, make_config

@@ -5,15 +5,15 @@ from collections.abc import Callable
 
 import pytest
 
-from common.config import Config
-from common.errors import ProtocolError
-from common.messages import (
+from common.actor.messages import (
     ActorDied,
     Incarnation,
     Refused,
     Reply,
     Request,
 )
+from common.config import Config
+from common.errors import ProtocolError
 from tests.exchange.simulated_peers import Memory, Peer, SimulatedDrafter, SimulatedTarget
 from tests.exchange.small_runs import life, make_config, make_plan, make_router, make_table
 

@@ -11,10 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3_5Config, Qwen3_
 
 from common import config as configuration
 from common.config import Config
-from launch.synthetic import write_synthetic
-from services.drafter.checkpoint import Checkpoint, draft_identity, save
-from services.drafter.export import export
-from services.drafter.model import DraftModel
+from launch.data.synthetic import write_synthetic
+from services.drafter.folder.checkpoint import Checkpoint, draft_identity, save
+from services.drafter.folder.export import export
+from services.drafter.model.model import DraftModel
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 64,

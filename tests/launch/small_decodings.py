@@ -16,9 +16,9 @@ from launch.decoding.answer import Decoding, Limits
 from launch.decoding.cases import Turns
 from launch.decoding.speculate import decode, speculate
 from launch.decoding.target_cache import TargetCache
-from services.drafter.anchors import Blocks, all_blocks
-from services.drafter.model import DraftModel
-from services.drafter.step import PackedBatch, block_hidden
+from services.drafter.model.anchors import Blocks, all_blocks
+from services.drafter.model.model import DraftModel
+from services.drafter.model.step import PackedBatch, block_hidden
 
 PROMPTS = [[5], [9, 4], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [40, 41, 40, 41, 40]]
 RECURRENT = {

@@ -4,7 +4,7 @@ import itertools
 
 from transformers import PreTrainedTokenizerBase
 
-from common.arrow_file import Sample
+from common.data.arrow_file import Sample
 
 
 def read_text(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> str:

@@ -5,11 +5,11 @@ import signal
 from pathlib import Path
 
 from common import config as configuration
-from common.checksum import checksum
-from common.layout import HEADER_BYTES, SlotHeader, SlotLayout
-from common.memory import attach
-from common.ring import ReadableSlot, RingReader
-from common.slot_table import SlotState, SlotTable
+from common.ring.checksum import checksum
+from common.ring.layout import HEADER_BYTES, SlotHeader, SlotLayout
+from common.ring.memory import attach
+from common.ring.ring import ReadableSlot, RingReader
+from common.ring.slot_table import SlotState, SlotTable
 from tests.launch.launched_runs import LaunchedRun, shared_memory
 
 

@@ -5,9 +5,9 @@ import signal
 
 import pytest
 
+from common.actor.lifecycle import EXIT_DONE, EXIT_FAILED, EXIT_HOPELESS, EXIT_STOPPED
 from common.errors import TransitionError
-from common.lifecycle import EXIT_DONE, EXIT_FAILED, EXIT_HOPELESS, EXIT_STOPPED
-from launch.actor_state import TRANSITIONS, Circumstances, Edge, State, Verdict, judge, move
+from launch.operate.actor_state import TRANSITIONS, Circumstances, Edge, State, Verdict, judge, move
 
 KILLED = -signal.SIGKILL
 LIVING = (State.ALIVE, State.HUNG, State.RENEWED)

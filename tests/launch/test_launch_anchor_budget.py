@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from common.faults import Fault
+from common.actor.faults import Fault
 from tests.launch.launched_runs import TWO_BY_TWO, LaunchedRun
 
 AUTO = ("train.anchors_per_batch=auto", "plan.epochs=4", *TWO_BY_TWO)

@@ -5,9 +5,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from common.faults import Fault
+from common.actor.faults import Fault
 from launch.control import Operator
-from launch.control_messages import RunStatus
+from launch.operate.control_messages import RunStatus
 from tests.launch.launched_runs import LaunchedRun
 
 

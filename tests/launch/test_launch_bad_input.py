@@ -208,7 +208,7 @@ def test_what_stands_in_the_way_of_a_run_is_named_and_stays(run: LaunchedRun, ne
         ("metrics/drafter-0.jsonl", '{"step":1,"loss":2.0}\n[1,2]\n', ["line 2: needed a JSON object, found b'[1,2]'"]),
         ("metrics/drafter-0.jsonl", '{"loss":2.0}\n', ["needed records of steps and evaluations", "field `step`"]),
         ("metrics/drafter-0.jsonl", '{"step":0,"acceptance":"x"}\n', ["Expected `float`, got `str`"]),
-        ("faults.json", "garbage", ["needed the faults of actors as in common/faults.py"]),
+        ("faults.json", "garbage", ["needed the faults of actors as in common/actor/faults.py"]),
         ("faults.json", '{"target-0": [{"when": 3}]}', ["unknown field `when`"]),
     ],
 )

@@ -12,7 +12,7 @@ from launch.decoding.comparison import Comparison
 from launch.decoding.pair import Pair
 from launch.decoding.sampling import GREEDY, Sampling
 from launch.decoding.speculate import decode, speculate
-from services.drafter.model import DraftModel
+from services.drafter.model.model import DraftModel
 from tests.launch.small_decodings import KINDS, PROMPTS, greedy, once, overfit, pack
 
 SAMPLED = Sampling(temperature=0.5, top_p=0.9)

@@ -9,7 +9,7 @@ import torch
 
 from launch.bench import target
 from launch.bench.shapes import random_run
-from launch.full_target import load_full_target
+from launch.decoding.full_target import load_full_target
 from services.target.model import TargetModel
 
 CPU = torch.device("cpu")

@@ -17,9 +17,9 @@ from common.config import Config
 from launch.decoding.block_drafter import BlockDrafter
 from launch.decoding.contexts import Contexts
 from launch.decoding.row_attention import RowAttention
-from services.drafter.attention import DenseAttention
-from services.drafter.model import DraftModel
-from services.drafter.visibility import BlockPlaces, key_runs
+from services.drafter.model.attention import DenseAttention
+from services.drafter.model.model import DraftModel
+from services.drafter.model.visibility import BlockPlaces, key_runs
 
 CPU = torch.device("cpu")
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -9,7 +9,7 @@ import pytest
 from tiny_targets import make_target
 
 from common.config import Config, DataConfig
-from common.dataset import DatasetWriter
+from common.data.dataset import DatasetWriter
 from common.errors import DataError
 from launch.decoding.cases import Case, file_cases, first_of_each_category, held_out_cases, typed_case
 from tests.launch.tiny_chat_model import END, make_tokenizer

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from common.faults import Fault
+from common.actor.faults import Fault
 from common.metrics import read_metrics
 from launch.bench import chaos
 from launch.bench.faults import OVERRIDES, SCENARIOS, THREE_DRAFTERS

@@ -16,10 +16,11 @@ import msgspec
 import pytest
 import zmq
 
-from common.addresses import control_path
-from launch import control, control_messages
+from common.run_dir import control_path
+from launch import control
 from launch.alive_runs import find_alive_runs
-from launch.control_messages import Refused
+from launch.operate import control_messages
+from launch.operate.control_messages import Refused
 from tests.common.huge_frames import BOUND_BYTES, peak_bytes, send_huge_frames
 from tests.launch.launched_runs import ROOT, TWO_BY_TWO, LaunchedRun
 from tests.launch.tampering import freeze, thaw
@@ -164,7 +165,7 @@ def test_top_is_live(long_run: LaunchedRun) -> None:
 def test_stacks_come_from_outside_or_from_the_actor(
     long_run: LaunchedRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert "run_actor (common/lifecycle.py" in command(long_run, "stack", "exchange").out
+    assert "run_actor (common/actor/lifecycle.py" in command(long_run, "stack", "exchange").out
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))  # no py-spy there
     said = command(long_run, "stack", "exchange")
     assert said.code == 0

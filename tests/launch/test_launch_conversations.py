@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.arrow_file import Sample
-from launch.conversations import Conversation, read_row
-from launch.rules import Changed, Dropped, Limits, Outcome, Tally, check, check_all, format_report, histogram
+from common.data.arrow_file import Sample
+from launch.data.conversations import Conversation, read_row
+from launch.data.rules import Changed, Dropped, Limits, Outcome, Tally, check, check_all, format_report, histogram
 
 HI, HELLO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 LIMITS = Limits(vocab_size=100, max_length=6)

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.dataset import Dataset, DatasetWriter
+from common.data.dataset import Dataset, DatasetWriter
 from tests.common.saved_sets import save_set
 from tests.launch.launched_runs import CONFIG, LaunchedRun
 

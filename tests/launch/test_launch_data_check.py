@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from common.dataset import DatasetWriter
+from common.data.dataset import DatasetWriter
 from launch import prepare
-from launch.vocabulary import fingerprint_vocabulary
+from launch.data.vocabulary import fingerprint_vocabulary
 from tests.common.saved_sets import Row, save_set
 from tests.launch.launched_runs import CONFIG, LaunchedRun
 from tests.launch.test_launch_bad_input import refuse

@@ -15,9 +15,9 @@ from launch.decoding.answer import Limits
 from launch.decoding.cases import Case
 from launch.decoding.comparison import Comparison
 from launch.decoding.pair import Pair
+from launch.decoding.report import Report, Setup, make_report
 from launch.decoding.sampling import GREEDY, Sampling
 from launch.decoding.speculate import decode
-from launch.evaluation_report import Report, Setup, make_report
 from services.target.linear_attention import choose_kernels
 from tests.launch.cache_rounds import largest_error
 from tests.launch.small_decodings import PROMPTS as SHORT_PROMPTS

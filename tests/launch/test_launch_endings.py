@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from common.faults import Fault
+from common.actor.faults import Fault
 from launch.control import Operator
 from tests.launch.launched_runs import CONFIG, ROOT, SHORT, LaunchedRun
 from tests.launch.tampering import freeze

@@ -17,13 +17,13 @@ from common import config as configuration
 from common.acceptance import Evaluation
 from common.config import Config
 from launch import evaluate, export
+from launch.data.synthetic import write_synthetic
+from launch.decoding.full_target import load_full_target, stop_tokens
+from launch.decoding.report import Lossless, Report
 from launch.decoding.target_cache import TargetCache
-from launch.evaluation_report import Lossless, Report
-from launch.full_target import load_full_target, stop_tokens
-from launch.synthetic import write_synthetic
-from services.drafter.checkpoint import Checkpoint, draft_identity, save
-from services.drafter.frozen import load_embedding_and_head
-from services.drafter.model import DraftModel
+from services.drafter.folder.checkpoint import Checkpoint, draft_identity, save
+from services.drafter.model.frozen import load_embedding_and_head
+from services.drafter.model.model import DraftModel
 from services.target.model import TargetModel
 
 ROOT = Path(__file__).parents[2]

@@ -10,9 +10,9 @@ from tiny_targets import TOML
 from common.config import load
 from launch import evaluate
 from launch.decoding.pair import config_of_folders
-from launch.evaluation_report import Report
-from services.drafter.export import export
-from services.drafter.model import DraftModel
+from launch.decoding.report import Report
+from services.drafter.folder.export import export
+from services.drafter.model.model import DraftModel
 from tests.launch.tiny_chat_model import save_chat_model
 
 ROWS: dict[str, list[dict[str, object]]] = {

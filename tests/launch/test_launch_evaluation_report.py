@@ -9,8 +9,8 @@ from launch.decoding.answer import Decoding
 from launch.decoding.cases import Case, Turns
 from launch.decoding.comparison import Outcome, Turn
 from launch.decoding.difference import Difference
+from launch.decoding.report import Lossless, Report, Setup, make_report
 from launch.decoding.speculate import Batch
-from launch.evaluation_report import Lossless, Report, Setup, make_report
 
 SETUP = Setup(
     target="target",

@@ -14,11 +14,11 @@ from common.acceptance import Acceptance, Evaluation, SetAcceptance
 from common.config import Config
 from common.errors import CheckpointError, HeadraceError
 from launch import export
+from launch.data.synthetic import write_synthetic
 from launch.logit_check import LogitCheck
-from launch.synthetic import write_synthetic
-from services.drafter.checkpoint import Checkpoint, draft_identity, load_weights, save
-from services.drafter.drafter_folder import load_drafter, read_drafter
-from services.drafter.model import DraftModel
+from services.drafter.folder.checkpoint import Checkpoint, draft_identity, load_weights, save
+from services.drafter.folder.drafter_folder import load_drafter, read_drafter
+from services.drafter.model.model import DraftModel
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

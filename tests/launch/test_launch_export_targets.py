@@ -13,10 +13,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from common import config as configuration
 from launch import export
 from launch.logit_check import LogitCheck
-from services.drafter.checkpoint import draft_identity, load_weights
-from services.drafter.drafter_folder import read_drafter
-from services.drafter.frozen import load_embedding_and_head
-from services.drafter.model import rotation
+from services.drafter.folder.checkpoint import draft_identity, load_weights
+from services.drafter.folder.drafter_folder import read_drafter
+from services.drafter.model.frozen import load_embedding_and_head
+from services.drafter.model.model import rotation
 from tests.launch.parity_runs import make_run
 
 CPU = torch.device("cpu")

@@ -14,13 +14,13 @@ import torch
 
 from common import config as configuration
 from common.acceptance import find_best
-from common.dataset import Dataset, DatasetWriter
+from common.data.dataset import Dataset, DatasetWriter
 from common.metrics import read_metrics
 from launch import prepare
 from launch import walk as walking
 from launch.walk import walk
-from services.drafter.checkpoint import checkpoint_folder, draft_identity, load_weights
-from services.drafter.model import DraftModel
+from services.drafter.folder.checkpoint import checkpoint_folder, draft_identity, load_weights
+from services.drafter.model.model import DraftModel
 from tests.launch.launched_runs import CONFIG, ROOT, LaunchedRun
 from tests.launch.tiny_chat_model import save_chat_model
 

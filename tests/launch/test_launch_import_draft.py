@@ -12,9 +12,9 @@ from common import config as configuration
 from common.config import Config
 from common.errors import CheckpointError
 from launch import import_draft
-from services.drafter.drafter_folder import load_drafter
-from services.drafter.export import export
-from services.drafter.model import DraftModel
+from services.drafter.folder.drafter_folder import load_drafter
+from services.drafter.folder.export import export
+from services.drafter.model.model import DraftModel
 from tests.launch.launched_runs import CONFIG, LaunchedRun
 
 TORCHSPEC_NAMES = {

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from common.errors import DataError
-from launch.inputs import ROWS_PER_CHUNK, Input, find_files, fingerprint, parse_input, read_chunks
+from launch.data.inputs import ROWS_PER_CHUNK, Input, find_files, fingerprint, parse_input, read_chunks
 from tests.common.saved_sets import save_set
 
 ROWS: list[dict[str, Any]] = [

@@ -9,8 +9,8 @@ import pytest
 from matplotlib.image import imread
 from rich.console import Console
 
-from common.arrow_file import Sample
-from common.dataset import Dataset, DatasetWriter
+from common.data.arrow_file import Sample
+from common.data.dataset import Dataset, DatasetWriter
 from launch import inspect, prepare
 from tests.common.saved_sets import save_set
 from tests.launch.tiny_chat_model import save_chat_model

@@ -6,15 +6,15 @@ import msgspec
 import pytest
 
 from common import config as configuration
-from common import memory
 from common.acceptance import Acceptance, Evaluation, SetAcceptance
-from common.board import Board, Notices, Phase
+from common.actor.board import Board, Notices, Phase
 from common.metrics import MetricsWriter
-from common.slot_table import NOBODY, SlotRecord, SlotState, SlotTable
-from launch.live import LiveLine, fit
-from launch.pace import Pace
-from launch.summary import summarize
-from launch.topology import plan_topology
+from common.ring import memory
+from common.ring.slot_table import NOBODY, SlotRecord, SlotState, SlotTable
+from launch.operate.live import LiveLine, fit
+from launch.operate.pace import Pace
+from launch.operate.summary import summarize
+from launch.operate.topology import plan_topology
 from tests.launch.launched_runs import CONFIG
 
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from launch.log_file import follow, last_lines, limit, predecessor
+from launch.operate.log_file import follow, last_lines, limit, predecessor
 
 WRITER = """
 import os, sys

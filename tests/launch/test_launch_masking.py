@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from common.arrow_file import Sample
-from launch.conversations import Conversation, Message, read_row
-from launch.masking import Masker
-from launch.rules import Changed, Dropped, Outcome
+from common.data.arrow_file import Sample
+from launch.data.conversations import Conversation, Message, read_row
+from launch.data.masking import Masker
+from launch.data.rules import Changed, Dropped, Outcome
 from tests.launch.chat_templates import GEMMA, LLAMA3, MISTRAL, QWEN3, Family
 from tests.launch.supervised import read_supervised, read_text
 from tests.launch.tiny_chat_model import CHATML, END, make_tokenizer

@@ -3,10 +3,10 @@
 import pytest
 
 from common import config as configuration
-from common import memory
-from common.board import Board, Notices, Phase
-from launch.pace import Pace, Waiting, format_time
-from launch.topology import plan_topology
+from common.actor.board import Board, Notices, Phase
+from common.ring import memory
+from launch.operate.pace import Pace, Waiting, format_time
+from launch.operate.topology import plan_topology
 from tests.launch.launched_runs import CONFIG
 
 

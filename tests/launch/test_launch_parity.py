@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from common import config as configuration
 from launch.parity.__main__ import main
-from services.drafter.checkpoint import draft_identity, load_weights
-from services.drafter.export import export
+from services.drafter.folder.checkpoint import draft_identity, load_weights
+from services.drafter.folder.export import export
 from tests.launch.parity_runs import edit_config, edit_tensor, finish_run, make_run, remove_tensor
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.dataset import Dataset
+from common.data.dataset import Dataset
 from launch.parity.__main__ import main
 from tests.launch.parity_runs import edit_config, edit_tensor, make_run
 

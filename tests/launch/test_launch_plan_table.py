@@ -7,8 +7,8 @@ import pytest
 
 from launch.bench import __main__ as bench
 from launch.bench.plan import BATCH_SHARES, SETTINGS, draw_lengths
-from launch.plan_table import BucketFigures, PlanFigures, format_plan, measure_plan
-from services.exchange.data import Samples
+from launch.operate.plan_table import BucketFigures, PlanFigures, format_plan, measure_plan
+from services.exchange.samples import Samples
 from tests.exchange.small_runs import make_config, make_plan
 
 LENGTHS = np.array([3, 4, 0, 8, 5, 7, 2, 8], np.int32)  # one of them is left out

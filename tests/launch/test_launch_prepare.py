@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from common.dataset import Dataset, DatasetWriter
+from common.data.dataset import Dataset, DatasetWriter
 from launch import prepare
 from tests.launch.tiny_chat_model import CHATML, END, START, make_tokenizer, save_chat_model
 

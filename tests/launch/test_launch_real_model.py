@@ -14,22 +14,22 @@ import pytest
 import torch
 
 from common import config as configuration
-from common.arrow_file import Sample
 from common.config import Config
-from common.held_out import HeldOut
+from common.data.arrow_file import Sample
+from common.data.held_out import HeldOut
 from launch import demo, export
 from launch.decoding.answer import Limits
+from launch.decoding.full_target import load_full_target, stop_tokens
 from launch.decoding.speculate import decode, speculate
-from launch.full_target import load_full_target, stop_tokens
+from launch.decoding.target_features import TargetFeatures
 from launch.import_draft import take_over
-from launch.summary import read_series
-from launch.target_features import TargetFeatures
+from launch.operate.summary import read_series
 from launch.walk import walk
-from services.drafter.checkpoint import draft_identity, load_weights
-from services.drafter.drafter_folder import load_drafter
-from services.drafter.evaluation import evaluate_batch
-from services.drafter.frozen import load_embedding_and_head
-from services.drafter.model import DraftModel
+from services.drafter.folder.checkpoint import draft_identity, load_weights
+from services.drafter.folder.drafter_folder import load_drafter
+from services.drafter.model.acceptance import evaluate_batch
+from services.drafter.model.frozen import load_embedding_and_head
+from services.drafter.model.model import DraftModel
 from services.target.rows import make_rows
 
 CPU = torch.device("cpu")

@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from common.dataset import Dataset
+from common.data.dataset import Dataset
 from common.errors import DataError
 from launch import prepare, regenerate
-from launch.answers import AnswerFile
-from launch.chat import render
-from launch.generator import Generator, load_model
-from launch.prompts import Script, find_human_eval, read_scripts
+from launch.data.answers import AnswerFile
+from launch.data.chat import render
+from launch.data.generator import Generator, load_model
+from launch.data.prompts import Script, find_human_eval, read_scripts
 from launch.regenerate import Batches
 from tests.launch.tiny_chat_model import save_chat_model
 
@@ -135,7 +135,7 @@ def test_what_was_answered_is_not_answered_again(
     out.with_name("out.jsonl.partial").write_text(lines[0] + lines[2] + lines[1][:9])
     out.unlink()
     assert run(folder, prompts, out, "--batch-size", "2") == rows
-    monkeypatch.setattr("launch.generator.load_model", None)  # not needed any more
+    monkeypatch.setattr("launch.data.generator.load_model", None)  # not needed any more
     assert run(folder, prompts, out, "--batch-size", "2") == rows
 
 

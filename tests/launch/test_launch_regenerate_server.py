@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from common.dataset import Dataset
+from common.data.dataset import Dataset
 from launch import prepare, regenerate
 from tests.launch.completion_server import END_ID, CompletionServer
 from tests.launch.supervised import read_supervised

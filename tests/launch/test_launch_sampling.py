@@ -18,7 +18,7 @@ from launch.decoding import speculate as decoding
 from launch.decoding.answer import Limits
 from launch.decoding.sampling import GREEDY, Sampling, accept, draw, probabilities
 from launch.decoding.speculate import decode, speculate
-from services.drafter.model import DraftModel
+from services.drafter.model.model import DraftModel
 
 VOCABULARY, NUM_TOKENS, NUM_SAMPLES, BATCH = 4, 4, 6000, 500
 PROMPT = [1, 3, 0]

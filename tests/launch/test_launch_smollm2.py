@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from common import config as configuration
-from common.dataset import Dataset
+from common.data.dataset import Dataset
 from common.errors import ModelError
 from common.target_shape import default_tap_layers, read_target_shape
 from launch import prepare
-from launch.chat import load_tokenizer, render
+from launch.data.chat import load_tokenizer, render
 from launch.smollm2 import DEFAULT_FOLDER, convert, find_gguf
 from tests.launch.launched_runs import ROOT
 from tests.launch.supervised import read_supervised, read_text

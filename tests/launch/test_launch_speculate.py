@@ -15,9 +15,9 @@ from common.errors import DataError
 from launch.decoding.answer import Limits
 from launch.decoding.block_drafter import BlockDrafter
 from launch.decoding.speculate import decode
-from services.drafter.evaluation import evaluate_batch, summarise
-from services.drafter.model import DraftModel
-from services.drafter.step import block_hidden
+from services.drafter.model.acceptance import evaluate_batch, summarise
+from services.drafter.model.model import DraftModel
+from services.drafter.model.step import block_hidden
 from tests.launch.small_decodings import KINDS, PROMPTS, blocks_of, drafted, greedy, overfit, pack
 
 

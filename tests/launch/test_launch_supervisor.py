@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from common import config as configuration
-from common import memory
-from common.board import Board, Notices, Phase
-from common.slot_table import Owner
-from launch.actor_state import State
-from launch.child import Child, Exit, wait_for_exit
-from launch.supervisor import Supervisor
-from launch.topology import SharedFds, plan_topology
+from common.actor.board import Board, Notices, Phase
+from common.ring import memory
+from common.ring.slot_table import Owner
+from launch.operate.actor_state import State
+from launch.operate.child import Child, Exit, wait_for_exit
+from launch.operate.supervisor import Supervisor
+from launch.operate.topology import SharedFds, plan_topology
 from tests.launch.launched_runs import CONFIG
 
 CONFIGURATION = configuration.load(CONFIG, ["supervision.max_restarts=2"])

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from common.config import Config, load
-from common.dataset import Dataset
+from common.data.dataset import Dataset
 from common.errors import ConfigError
-from launch.synthetic import CYCLE_LENGTH, write_synthetic
+from launch.data.synthetic import CYCLE_LENGTH, write_synthetic
 
 TINY = Path("launch/configs/tiny.toml")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from common import config as configuration
-from launch.topology import ActorSpec, SharedFds, command, describe, inherited_fds, plan_topology
+from launch.operate.topology import ActorSpec, SharedFds, command, describe, inherited_fds, plan_topology
 from tests.launch.launched_runs import CONFIG
 
 FDS = SharedFds(rings=[10, 11], control=12, board=13)

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.dataset import Dataset
-from launch.bench.plan import BATCH_SHARES
+from common.data.dataset import Dataset
 from launch.bench.harness.workload import TokenCounts, Workload
+from launch.bench.plan import BATCH_SHARES
 from services.exchange.plan import samples_per_batch
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.checksum import checksum
+from common.ring.checksum import checksum
 from common.weights import random_tensor
 from services.target.pack import pack
 from services.target.rows import make_rows

@@ -15,15 +15,15 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from common import memory
-from common.checksum import checksum
+from common.actor.messages import BatchShape
 from common.config import ActorsConfig, Config, DataConfig, DraftConfig, ModelConfig, PlanConfig, RingConfig, TargetsConfig
-from common.copy_stream import CopyStream, Mark
+from common.device.copy_stream import CopyStream, Mark
 from common.errors import ConfigError
-from common.layout import SlotLayout
-from common.messages import BatchShape
 from common.metrics import read_metrics
-from common.ring import RingWriter, WritableSlot
+from common.ring import memory
+from common.ring.checksum import checksum
+from common.ring.layout import SlotLayout
+from common.ring.ring import RingWriter, WritableSlot
 from common.target_shape import read_target_shape
 from launch.bench.harness.drain import Drain
 from launch.bench.harness.stage import Stage

@@ -14,8 +14,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from common.config import ModelConfig
 from common.errors import ModelError
-from launch.full_target import load_full_target
-from services.drafter.frozen import load_embedding_and_head
+from launch.decoding.full_target import load_full_target
+from services.drafter.model.frozen import load_embedding_and_head
 from services.target.model import TargetModel
 from tests.target.whole_models import CPU, KINDS, VOCABULARY, make_config, make_folder, make_model
 

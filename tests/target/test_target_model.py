@@ -11,7 +11,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, GraniteConfig, Gra
 
 from common import config as configuration
 from common.errors import ModelError
-from services.drafter.frozen import load_embedding_and_head
+from services.drafter.model.frozen import load_embedding_and_head
 from services.target.model import TargetModel
 from tests.target.whole_models import CPU, KINDS, SHAPE, VOCABULARY, make_config, make_folder
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.checksum import checksum
+from common.ring.checksum import checksum
 from services.target import pack_kernel
 from services.target.pack import pack
 from services.target.rows import TargetRows, make_rows

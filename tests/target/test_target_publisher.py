@@ -15,16 +15,17 @@ import torch
 import zmq
 
 from common import config as configuration
-from common import memory, messages
-from common.addresses import exchange_address
-from common.board import board_bytes
-from common.checksum import checksum
+from common.actor import messages
+from common.actor.board import board_bytes
+from common.actor.lifecycle import Actor
+from common.actor.messages import BatchInfo, Done, Held, Hello, Lease, Reply, SlotReady, Welcome
 from common.config import Config
-from common.layout import SlotLayout
-from common.lifecycle import Actor
-from common.messages import BatchInfo, Done, Held, Hello, Lease, Reply, SlotReady, Welcome
 from common.metrics import read_metrics
-from common.ring import RingReader, RingWriter
+from common.ring import memory
+from common.ring.checksum import checksum
+from common.ring.layout import SlotLayout
+from common.ring.ring import RingReader, RingWriter
+from common.run_dir import exchange_address
 from services.target.flops import ForwardFlops
 from services.target.health import Health
 from services.target.model import TargetModel

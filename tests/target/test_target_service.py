@@ -7,10 +7,9 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from common import messages
-from common.addresses import exchange_address
-from common.board import Phase
-from common.messages import (
+from common.actor import messages
+from common.actor.board import Phase
+from common.actor.messages import (
     BatchInfo,
     BatchShape,
     Done,
@@ -24,6 +23,7 @@ from common.messages import (
     Welcome,
     Work,
 )
+from common.run_dir import exchange_address
 from launch.bench.harness.stage import Stage
 from launch.bench.shapes import random_run
 

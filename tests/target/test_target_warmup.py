@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.layout import SlotLayout
-from common.lifecycle import StoppedError
-from common.messages import BatchShape
+from common.actor.lifecycle import StoppedError
+from common.actor.messages import BatchShape
+from common.ring.layout import SlotLayout
 from services.target.model import TargetModel
 from services.target.rows import make_rows
 from services.target.warmup import NUM_STAGINGS, WarmUp, shapes_between

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from common.layout import SlotLayout
-from common.ring import RingWriter
+from common.ring.layout import SlotLayout
+from common.ring.ring import RingWriter
 
 SPAWN = multiprocessing.get_context("spawn")  # nothing forks after CUDA
 _IN_FLIGHT = 4

@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from common.addresses import exchange_address
-from common.channel import Channel, ChannelClosedError
-from common.lifecycle import start_time
-from common.messages import PROTOCOL_VERSION, Finished, Grant, Hello, Incarnation, Next, Release
+from common.actor.channel import Channel, ChannelClosedError
+from common.actor.lifecycle import start_time
+from common.actor.messages import PROTOCOL_VERSION, Finished, Grant, Hello, Incarnation, Next, Release
+from common.run_dir import exchange_address
 
 
 class Taken(NamedTuple):

@@ -12,12 +12,8 @@ import torch
 import zmq
 from numpy.typing import NDArray
 
-from common import messages
-from common.addresses import exchange_address
-from common.dataset import Dataset
-from common.errors import ConfigError
-from common.layout import SlotHeader, SlotLayout
-from common.messages import (
+from common.actor import messages
+from common.actor.messages import (
     ActorDied,
     Done,
     Finished,
@@ -32,11 +28,15 @@ from common.messages import (
     Request,
     Welcome,
 )
-from common.ring import RingWriter
+from common.data.dataset import Dataset
+from common.errors import ConfigError
+from common.ring.layout import SlotHeader, SlotLayout
+from common.ring.ring import RingWriter
+from common.run_dir import exchange_address
 from launch.bench.harness.stage import Stage
-from launch.log_file import last_lines
-from launch.supervisor import Supervisor
-from services.exchange.data import read_run_data
+from launch.operate.log_file import last_lines
+from launch.operate.supervisor import Supervisor
+from services.exchange.samples import read_run_data
 from services.target.rows import read_rows
 
 _POLL_MS = 20

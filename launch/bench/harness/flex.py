@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from services.drafter.attention import KeysValues
-from services.drafter.upload import upload
-from services.drafter.visibility import TILE, Bools, Ints, KeyRuns, in_one_sequence
+from common.device.upload import upload
+from services.drafter.model.attention import KeysValues
+from services.drafter.model.visibility import TILE, Bools, Ints, KeyRuns, in_one_sequence
 
 
 class Tiles(NamedTuple):
@@ -29,7 +29,7 @@ _flex_attention = torch.compile(flex_attention, dynamic=False)
 
 
 class FlexAttention:
-    """See `services.drafter.attention.Attend`.
+    """See `services.drafter.model.attention.Attend`.
 
     Compiled once: the context is padded to its capacity, queries to whole tiles. The option ROWS_GUARANTEED_SAFE gives
     NaN here, since a row may see nothing of the first tile that it visits.

@@ -13,12 +13,9 @@ from typing import NamedTuple
 import torch
 
 from common import config as configuration
-from common.addresses import exchange_address
-from common.channel import Channel
-from common.copy_stream import CopyStream, mark_computation
-from common.layout import SlotHeader, SlotLayout
-from common.lifecycle import start_time
-from common.messages import (
+from common.actor.channel import Channel
+from common.actor.lifecycle import start_time
+from common.actor.messages import (
     PROTOCOL_VERSION,
     Finished,
     Grant,
@@ -33,6 +30,9 @@ from common.messages import (
     Welcome,
     Work,
 )
+from common.device.copy_stream import CopyStream, mark_computation
+from common.ring.layout import SlotHeader, SlotLayout
+from common.run_dir import exchange_address
 from launch.bench.harness.copier import SPAWN, Ring
 from launch.bench.harness.stage import Stage
 from launch.bench.shapes import NUM_SAMPLES, random_run

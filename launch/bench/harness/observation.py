@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from common.metrics import read_metrics
 from launch.control import Operator
-from launch.control_messages import Kill, RunStatus
+from launch.operate.control_messages import Kill, RunStatus
 
 _LOOK_S = 0.25
 _TAIL = 3000  # characters

@@ -10,14 +10,14 @@ from typing import Self
 import msgspec
 
 from common import config as configuration
-from common import memory
-from common.board import Board, Phase
+from common.actor.board import Board, Phase
 from common.config import Config
-from common.slot_table import SlotTable
-from launch.child import Child, wait_for_exit
-from launch.log_file import last_lines
-from launch.synthetic import write_synthetic
-from launch.topology import SharedFds, plan_topology
+from common.ring import memory
+from common.ring.slot_table import SlotTable
+from launch.data.synthetic import write_synthetic
+from launch.operate.child import Child, wait_for_exit
+from launch.operate.log_file import last_lines
+from launch.operate.topology import SharedFds, plan_topology
 
 _TICK_S = 0.1
 

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from common.config import Config, load
-from common.dataset import DatasetWriter
+from common.data.dataset import DatasetWriter
 from launch.bench.plan import draw_lengths
-from services.exchange.data import read_run_data
+from services.exchange.samples import read_run_data
 
 SHAPES = ("qwen3_6_27b", "qwen3_8b", "tiny")
 _CONFIGS = Path(__file__).parents[2] / "configs"

@@ -1,0 +1,125 @@
+"""A target's ring of slots as tensors: a writer that cannot read, a reader that cannot announce.
+
+The exchange decides how long the bytes of a slot are valid, not a Python reference. Only the holder of the lease may
+use the views that `open` returns.
+
+    WritableSlot --seal(header)--> SealedSlot --announcement()--> SlotReady
+
+T tokens, K taps, H hidden size, D documents.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from common.actor.messages import SlotReady
+from common.errors import SharedMemoryError, SlotSizeError
+from common.ring import memory, pinned
+from common.ring.layout import SlotHeader, SlotLayout
+
+
+class Rows(NamedTuple):
+    """The documents of a batch, packed back to back, on the CPU."""
+
+    input_ids: NDArray[np.integer]  # [T]
+    loss_mask: NDArray[np.integer]  # [T], 0 or 1
+    position_ids: NDArray[np.integer]  # [T], from 0 in each document
+    cu_seqlens: NDArray[np.integer]  # [D + 1]
+    sample_ids: NDArray[np.integer]  # [D]
+
+    def checksum(self) -> int:
+        """The sum of all values, each array weighted by its place: an exchange of two arrays shows."""
+        return sum((place + 1) * int(array.sum(dtype=np.int64)) for place, array in enumerate(self))
+
+
+class _Ring:
+    def __init__(self, fd: int, layout: SlotLayout, num_slots: int) -> None:
+        mapping = memory.attach(fd)
+        if len(mapping) != layout.ring_bytes(num_slots):
+            raise SharedMemoryError(f"ring memory: needed {layout.ring_bytes(num_slots)} bytes, found {len(mapping)}")
+        self.layout = layout
+        self._num_slots = num_slots
+        self._bytes = memoryview(mapping)  # torch holds the memoryview, so the map outlives every tensor
+        self._tensor = torch.frombuffer(self._bytes, dtype=torch.uint8)
+        pinned.register(self._tensor)
+
+    def _check_size(self, num_tokens: int, num_samples: int) -> None:
+        layout = self.layout
+        if not (0 < num_tokens <= layout.capacity_tokens and 0 < num_samples <= layout.capacity_samples):
+            raise SlotSizeError(
+                f"slot: needed 1 to {layout.capacity_tokens} tokens and 1 to {layout.capacity_samples} samples, "
+                f"found {num_tokens} and {num_samples}"
+            )
+
+    def _header(self, index: int) -> memoryview:
+        return self._bytes[index * self.layout.stride :]
+
+    def _hidden(self, index: int, num_tokens: int) -> torch.Tensor:
+        start = index * self.layout.stride + memory.PAGE_BYTES
+        flat = self._tensor[start : start + self.layout.hidden_bytes(num_tokens)]
+        return flat.view(getattr(torch, self.layout.hidden_dtype)).view(self.layout.hidden_shape(num_tokens))
+
+    def _rows(self, index: int, num_tokens: int, num_samples: int) -> Rows:
+        counts = Rows(num_tokens, num_tokens, num_tokens, num_samples + 1, num_samples)._asdict()  # type: ignore[arg-type]
+        views = {
+            name: np.frombuffer(self._bytes, region.dtype, counts[name], index * self.layout.stride + region.offset)
+            for name, region in self.layout.rows.items()
+        }
+        return Rows(**views)
+
+
+class SealedSlot(NamedTuple):
+    """A slot with its header written. Only a sealed slot can be announced."""
+
+    number: int  # of the slot in the run
+    generation: int
+
+    def announcement(self) -> SlotReady:
+        """Return the message that makes the slot readable."""
+        return SlotReady(self.number, self.generation)
+
+
+class WritableSlot(NamedTuple):
+    """A slot while its target fills it."""
+
+    number: int
+    header: memoryview
+    hidden_states: torch.Tensor  # [T, K, H] or [K, T, H], see SlotLayout
+    rows: Rows
+
+    def seal(self, header: SlotHeader) -> SealedSlot:
+        """Write the header, after everything else is in the slot."""
+        header.pack_into(self.header)
+        return SealedSlot(self.number, header.generation)
+
+
+class RingWriter(_Ring):
+    """A target's own ring."""
+
+    def open(self, number: int, num_tokens: int, num_samples: int) -> WritableSlot:
+        """Return views of slot `number` of the run for a batch of that size; SlotSizeError if it is too large."""
+        self._check_size(num_tokens, num_samples)
+        index = number % self._num_slots
+        hidden = self._hidden(index, num_tokens)
+        return WritableSlot(number, self._header(index), hidden, self._rows(index, num_tokens, num_samples))
+
+
+class ReadableSlot(NamedTuple):
+    """A slot while a drafter copies it out."""
+
+    header: SlotHeader
+    hidden_states: torch.Tensor
+    rows: Rows
+
+
+class RingReader(_Ring):
+    """A target's ring, seen by a drafter."""
+
+    def open(self, index: int) -> ReadableSlot:
+        """Return views of slot `index` of the ring; SlotHeaderError or SlotSizeError if its header is not valid."""
+        header = SlotHeader.unpack_from(self._header(index))
+        self._check_size(header.num_tokens, header.num_samples)
+        hidden = self._hidden(index, header.num_tokens)
+        return ReadableSlot(header, hidden, self._rows(index, header.num_tokens, header.num_samples))

@@ -1,0 +1,223 @@
+"""What a row says: a conversation in the form that chat templates expect, or samples that are token ids already.
+
+    {"messages": [{"role": ..., "content": ...}, ...]}     or "conversations"; "from"/"value" for "role"/"content"
+    {"input_ids": [...], "loss_mask": [...]}               used as they are
+    {"prompt_ids": [...], "answer_ids": [...]}             the same, as launch.regenerate writes them
+    {"answers": [{"prompt_ids": ..., "answer_ids": ...}]}  one per turn
+
+Beside the messages may stand `tools` (a list or its JSON), `system` (a text) and `finished` (false: the last answer
+was cut at a token limit); in every form a text `category`, or `task`, or `source`, by which acceptance is told apart.
+A message may carry `tool_calls`, `reasoning_content` (or `reasoning`, `thinking`), and `weight` 0 for an answer that
+is not to be learnt.
+"""
+
+import json
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from common.data.arrow_file import Sample
+from launch.data.rules import Changed, Dropped, Outcome
+
+Message = dict[str, Any]
+
+ROLES = {"system", "developer", "user", "assistant", "tool"}
+ASSISTANT_NAMES = {"gpt", "chatgpt", "model", "bot", "ai", "bing", "bard"}
+ALIASES = {"human": "user", "function": "tool", "observation": "tool"} | dict.fromkeys(ASSISTANT_NAMES, "assistant")
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+CATEGORY_KEYS = ("category", "task", "source")
+
+
+class Conversation(NamedTuple):
+    """Messages and tools as a chat template takes them."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    finished: bool = True
+    changed: Changed | None = None
+    category: str = ""
+
+
+class RuleError(Exception):
+    """The row falls under a rule that drops it."""
+
+    def __init__(self, rule: Dropped) -> None:
+        super().__init__(str(rule))
+        self.rule = rule
+
+
+def read_row(raw: object, aliases: dict[str, str] = ALIASES) -> Conversation | Outcome:
+    """A conversation to render, or the outcome where there is nothing to render; bytes are JSON."""
+    try:
+        row = json.loads(raw) if isinstance(raw, bytes) else raw
+    except ValueError:
+        return Outcome([], Dropped.NOT_JSON)
+    try:
+        match row:
+            case dict() if isinstance(row.get("input_ids"), list) and isinstance(row.get("loss_mask"), list):
+                return Outcome([_to_sample(row["input_ids"], row["loss_mask"])]).of_category(read_category(row))
+            case dict() if isinstance(row.get("prompt_ids"), list) or isinstance(row.get("answers"), list):
+                return Outcome(_read_answers(row)).of_category(read_category(row))
+            case dict() if row.get("messages") is not None or row.get("conversations") is not None:
+                return _read_conversation(row, aliases)._replace(category=read_category(row))
+        raise RuleError(Dropped.NO_CONVERSATION)
+    except RuleError as error:
+        return Outcome([], error.rule)
+
+
+def read_messages(row: dict[str, Any], aliases: dict[str, str] = ALIASES) -> list[Message]:
+    """The messages of a row, in the names and forms that templates expect. RuleError where they cannot be read."""
+    turns = _parsed(row["messages"] if row.get("messages") is not None else row.get("conversations"))
+    if not isinstance(turns, list):
+        raise RuleError(Dropped.NO_CONVERSATION)
+    if not turns:
+        raise RuleError(Dropped.EMPTY)
+    messages = [_read_message(turn, aliases) for turn in turns]
+    if isinstance(row.get("system"), str) and row["system"] and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": row["system"]})
+    _check_text(messages)
+    return messages
+
+
+def read_category(row: dict[str, Any]) -> str:
+    """What kind of prompt a row is; "" where it does not say."""
+    named = next((row[key] for key in CATEGORY_KEYS if row.get(key) and isinstance(row[key], str)), "")
+    return named.encode(errors="replace").decode()
+
+
+def read_tools(value: object) -> list[dict[str, Any]] | None:
+    """A list of tools or its JSON; None for none. RuleError where it is neither."""
+    tools = [_parsed(tool) for tool in _as_list(_parsed(value))]
+    if not all(isinstance(tool, dict) for tool in tools):
+        raise RuleError(Dropped.BAD_TOOLS)
+    _check_text(tools)
+    return [tool for tool in tools if isinstance(tool, dict)] or None
+
+
+def _read_answers(row: dict[str, Any]) -> list[Sample]:
+    samples: list[Sample] = []
+    for answer in row.get("answers") or [row]:
+        prompt, new = answer.get("prompt_ids"), answer.get("answer_ids")
+        if not isinstance(prompt, list) or not isinstance(new, list):
+            raise RuleError(Dropped.BAD_IDS)
+        sample = _to_sample(prompt + new, [0] * len(prompt) + [1] * len(new))
+        if samples and _continues(prompt, samples[-1]):
+            before = samples.pop().loss_mask
+            sample.loss_mask[: len(before)] = before
+        samples.append(sample)
+    return samples
+
+
+def _continues(prompt: list[int], before: Sample) -> bool:
+    return bool(prompt[: len(before.input_ids)] == before.input_ids.tolist())
+
+
+def _to_sample(ids: list[Any], mask: list[Any]) -> Sample:
+    whole = all(type(token) is int and -(2**31) <= token < 2**31 for token in ids)
+    if not whole or len(ids) != len(mask) or not all(bit in (0, 1) for bit in mask):
+        raise RuleError(Dropped.BAD_IDS)
+    return Sample(np.array(ids, np.int32), np.array(mask, np.bool_))
+
+
+def _read_conversation(row: dict[str, Any], aliases: dict[str, str]) -> Conversation:
+    messages, removed = _without_leading_answers(read_messages(row, aliases))
+    while messages[-1]["role"] != "assistant":
+        messages.pop()  # nobody answers it
+    tools = read_tools(row.get("tools"))
+    return Conversation(messages, tools, row.get("finished") is not False, Changed.LEADING_ANSWER if removed else None)
+
+
+def _read_message(turn: object, aliases: dict[str, str]) -> Message:
+    if not isinstance(turn, dict):
+        raise RuleError(Dropped.BAD_MESSAGE)
+    role = turn.get("role", turn.get("from"))
+    if not isinstance(role, str):
+        raise RuleError(Dropped.BAD_MESSAGE)
+    role = aliases.get(role.lower(), role.lower())
+    if role not in ROLES:
+        raise RuleError(Dropped.UNKNOWN_ROLE)
+    message: Message = {"role": role, "content": _read_content(turn, role)}
+    if role == "assistant":
+        message |= _read_extras(turn)
+    message |= {key: turn[key] for key in ("name", "tool_call_id") if isinstance(turn.get(key), str)}
+    return message
+
+
+def _read_content(turn: dict[str, Any], role: str) -> str:
+    match turn.get("content", turn.get("value")):
+        case str(text):
+            return text
+        case None if role == "assistant" and turn.get("tool_calls"):
+            return ""  # as servers hand it to the template
+        case [*parts] if parts and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+            return "".join(part["text"] for part in parts)
+    raise RuleError(Dropped.BAD_MESSAGE)
+
+
+def _read_extras(turn: dict[str, Any]) -> Message:
+    extras: Message = {}
+    reasoning = next((turn[key] for key in REASONING_KEYS if isinstance(turn.get(key), str)), None)
+    if reasoning is not None:
+        extras["reasoning_content"] = reasoning
+    if turn.get("tool_calls"):
+        extras["tool_calls"] = _read_tool_calls(turn["tool_calls"])
+    if turn.get("weight") is not None:
+        extras["weight"] = turn["weight"]
+    return extras
+
+
+def _read_tool_calls(value: object) -> list[dict[str, Any]]:
+    """Arguments become objects: servers parse them before the template sees them."""
+    calls = _parsed(value)
+    if not isinstance(calls, list):
+        raise RuleError(Dropped.BAD_TOOL_CALLS)
+    read = []
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RuleError(Dropped.BAD_TOOL_CALLS)
+        arguments = _parsed(function.get("arguments") or {})
+        if not isinstance(arguments, dict):
+            raise RuleError(Dropped.BAD_TOOL_CALLS)
+        named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+        read.append(named | {"type": "function", "function": {"name": function["name"], "arguments": arguments}})
+    return read
+
+
+def _as_list(value: object) -> list[Any]:
+    if value is None or value == "":
+        return []
+    if not isinstance(value, list):
+        raise RuleError(Dropped.BAD_TOOLS)
+    return value
+
+
+def _parsed(value: object) -> object:
+    """What stands in a JSON text; anything else, and text that is no JSON, as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        parsed: object = json.loads(value)
+    except ValueError:
+        return value
+    return parsed
+
+
+def _check_text(value: object) -> None:
+    """A lone surrogate survives JSON, but no tokenizer takes it."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise RuleError(Dropped.BAD_TEXT) from None
+
+
+def _without_leading_answers(messages: list[Message]) -> tuple[list[Message], bool]:
+    """An answer to nothing is not as it was served; what follows the first question is."""
+    roles = [message["role"] for message in messages]
+    if "assistant" not in roles:
+        raise RuleError(Dropped.NO_ANSWER)
+    first = next((place for place, role in enumerate(roles) if role in ("user", "tool")), len(roles))
+    kept = [message for place, message in enumerate(messages) if place > first or message["role"] != "assistant"]
+    if not any(message["role"] == "assistant" for message in kept):
+        raise RuleError(Dropped.NO_QUESTION)
+    return kept, len(kept) < len(messages)

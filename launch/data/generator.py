@@ -1,0 +1,85 @@
+"""Greedy answers by the target in this process, with transformers. B rows of a batch."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from common.errors import ModelError
+from common.target_limits import refuse_quantized
+from launch.data.chat import end_ids
+
+
+class NewTokens(NamedTuple):
+    """The answer to one prompt, the end token included if there is one."""
+
+    ids: list[int]
+    finished: bool
+
+
+class Generator:
+    """A target that answers batches of prompts."""
+
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        device: torch.device,
+        max_new_tokens: int,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._end_ids = sorted(end_ids(folder, tokenizer))
+        if not self._end_ids:
+            raise ModelError(f"{folder}: needed an end token in generation_config.json or the tokenizer, found none")
+        self._model = load_model(folder, device, dtype)
+        self._config = GenerationConfig(  # type: ignore[no-untyped-call]
+            do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=self._end_ids, pad_token_id=self._end_ids[0]
+        )
+
+    def answer(self, prompts: list[list[int]]) -> list[NewTokens]:
+        """Greedy answers of one batch, padded on the left to its longest prompt."""
+        longest = max(map(len, prompts))
+        padding = [longest - len(prompt) for prompt in prompts]
+        rows = [[self._end_ids[0]] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)]
+        mask = [[0] * pad + [1] * (longest - pad) for pad in padding]
+        device = self._model.device
+        output: torch.Tensor = self._model.generate(  # type: ignore[operator]
+            inputs=torch.tensor(rows, device=device),
+            attention_mask=torch.tensor(mask, device=device),
+            generation_config=self._config,
+        )
+        return [self._cut(row[longest:]) for row in output.tolist()]
+
+    def _cut(self, ids: list[int]) -> NewTokens:
+        """Up to the first end token; what follows it is padding."""
+        for place, token in enumerate(ids):
+            if token in self._end_ids:
+                return NewTokens(ids[: place + 1], finished=True)
+        return NewTokens(ids, finished=False)
+
+
+def load_model(folder: Path, device: torch.device, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The whole model, head included, in `dtype` or else that of its files.
+
+    Raises:
+        ModelError: the weights are missing, damaged or quantized, or the architecture is unknown.
+    """
+    refuse_quantized(folder)
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype or "auto", device_map={"": device}, local_files_only=True, output_loading_info=True
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        line = str(error).strip().partition("\n")[0]
+        raise ModelError(f"{folder}: the model cannot be loaded: {line}") from error
+    model: PreTrainedModel
+    model, report = loaded
+    if missing := sorted(report["missing_keys"]):  # transformers fills them with random numbers
+        raise ModelError(f"{folder}: needed the tensors {', '.join(missing)}, found none of them")
+    return model

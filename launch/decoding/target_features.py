@@ -1,0 +1,58 @@
+"""Documents through the target, packed as a drafter trains on them: a target process and a fetch in one, without a ring.
+
+T real tokens, K taps, H hidden size.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.config import Config
+from services.drafter.model.step import PackedBatch
+from services.target.model import TargetModel
+from services.target.pack import pack
+from services.target.rows import TargetRows, make_rows
+
+
+class TargetFeatures:
+    """A target, and the type in which its hidden states leave it."""
+
+    def __init__(self, config: Config, device: torch.device, dtype: torch.dtype) -> None:
+        """Load the target; ModelError where it cannot be read."""
+        self._model = TargetModel.load(config, device)
+        self._shape = len(config.draft.tap_layers), config.shape.hidden_size
+        self._device, self._dtype = device, dtype
+
+    def pack(self, rows: TargetRows) -> PackedBatch:
+        """Run the target on padded rows; hidden states [T, K, H] on the device."""
+        places = torch.from_numpy(rows.places).to(self._device)
+        checksum = torch.zeros((), dtype=torch.int64, device=self._device)
+        hidden_states = torch.empty(len(rows.places), *self._shape, dtype=self._dtype, device=self._device)
+
+        def keep(tap_index: int, tap: Tensor) -> None:
+            pack(tap, places, hidden_states[:, tap_index], checksum)
+
+        self._model.run(rows.input_ids.to(self._device), keep)
+        return PackedBatch(
+            hidden_states=hidden_states,
+            position_ids=torch.from_numpy(rows.packed.position_ids).long().to(self._device),
+            input_ids=rows.packed.input_ids.astype(np.int64),
+            loss_mask=rows.packed.loss_mask.astype(np.bool_),
+            cu_seqlens=rows.packed.cu_seqlens.astype(np.int64),
+            sample_ids=rows.packed.sample_ids.astype(np.int64),
+        )
+
+
+def pack_features(
+    config: Config, tokens: Sequence[NDArray[np.integer]], masks: Sequence[NDArray[np.generic]], device: torch.device
+) -> PackedBatch:
+    """Run the target on documents in one padded batch; hidden states float32 [T, K, H] on `device`, numbered from 0.
+
+    Raises:
+        ModelError: the target cannot be read.
+    """
+    rows = make_rows(tokens, masks, range(len(tokens)), max(map(len, tokens)))
+    return TargetFeatures(config, device, torch.float32).pack(rows)

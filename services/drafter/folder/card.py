@@ -1,0 +1,95 @@
+"""The README of an exported drafter: what it drafts for, what it was trained on, what it is worth, how it is served."""
+
+import json
+from pathlib import Path
+
+from common.acceptance import Acceptance, Evaluation
+from common.config import Config
+from common.data.dataset import Dataset
+from common.errors import DataError
+from services.drafter.folder.engine_config import LayoutName
+
+
+def write_card(config: Config, step: int, evaluation: Evaluation | None, layout: LayoutName) -> str:
+    """The text; no path of the machine that trained stands in it.
+
+    Args:
+        config: the configuration of the run.
+        step: optimizer steps behind the weights.
+        evaluation: of these weights; None when they were not measured.
+        layout: of the folder.
+    """
+    draft, shape, target = config.draft, config.shape, Path(config.model.path).name
+    return f"""# DFlash drafter for {target}
+
+Trained by Headrace (algorithm: arXiv 2602.06036). It drafts for this target only, and uses the target's embedding and head.
+
+- Target: {target}, {shape.num_hidden_layers} layers, taps after layers {", ".join(map(str, draft.tap_layers))}
+- Draft model: {draft.num_layers} layers, block size {draft.block_size}, mask token id {draft.mask_token_id}
+- Rotary embedding: plain, theta {shape.rope_theta:g}, over the whole head; nothing of it is inherited from the target
+- Data: {_describe_data(config.data.path)}, {config.plan.epochs} epochs
+- Optimizer steps: {step}
+- Held-out greedy acceptance length: {_describe(evaluation)}
+{_table(config, evaluation) if evaluation else ""}
+## Serving
+
+{_serving(config, target, layout)}"""
+
+
+def _describe(evaluation: Evaluation | None) -> str:
+    if evaluation is None:
+        return "not measured"
+    return f"{evaluation.acceptance:.3f} tokens per verification round, in {evaluation.num_rounds:,} rounds"
+
+
+def _describe_data(path: str) -> str:
+    try:
+        dataset = Dataset.open(Path(path).expanduser(), damaged=True)
+    except DataError:
+        return Path(path).name or "not named"
+    return f"{dataset.folder.name}, {dataset.num_samples:,} samples, fingerprint {dataset.fingerprint[:12]}"
+
+
+def _table(config: Config, evaluation: Evaluation) -> str:
+    """Acceptance per set and category, and per draft position."""
+    positions = range(1, config.draft.block_size)
+    rows = [("all", evaluation), *evaluation.rows()]
+    lines = [
+        "",
+        "Measured by the exact greedy walk over held-out answers of the target. Column k is the share of rounds that emitted",
+        "draft token k; 1 plus the sum of a row's shares is its acceptance length.",
+        "",
+        f"| set | acceptance length | {' | '.join(map(str, positions))} |",
+        f"| --- | --- |{' --- |' * len(positions)}",
+        *(_row(name, found) for name, found in rows),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _row(name: str, found: Acceptance) -> str:
+    shares = " | ".join(f"{share:.3f}" for share in found.acceptance_per_position)
+    return f"| {name} | {found.acceptance:.3f} | {shares} |"
+
+
+def _serving(config: Config, target: str, layout: LayoutName) -> str:
+    """Commands as in the README of z-lab/dflash and the documents of speculators, 2026-11."""
+    block_size = config.draft.block_size
+    speculative = json.dumps({"method": "dflash", "model": "<this folder>", "num_speculative_tokens": block_size - 1})
+    vllm = f"vllm serve {target} --speculative-config '{speculative}'"
+    if layout == "speculators":
+        return f"vLLM finds the target in `speculators_config`:\n\n    vllm serve <this folder>\n\nor\n\n    {vllm}\n"
+    mixed = len(set(config.draft.layer_types)) > 1
+    note = "; the mix of sliding and full layers needs VLLM_USE_V2_MODEL_RUNNER=1" if mixed else ""
+    return f"""vLLM (a backend that computes attention without a causal mask{note}):
+
+    {vllm} \\
+        --attention-backend flash_attn --max-num-batched-tokens 32768
+
+SGLang:
+
+    python -m sglang.launch_server --model-path {target} --speculative-algorithm DFLASH \\
+        --speculative-draft-model-path <this folder> --speculative-num-draft-tokens {block_size}
+
+Hybrid targets (Qwen3.5, Qwen3.6) also need `--mamba-scheduler-strategy extra_buffer` in SGLang.
+"""

@@ -1,0 +1,173 @@
+"""A drafter on disk, in any of the layouts of `layouts.py`: what it states, whether it fits a run, its weights."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from common.config import Config
+from common.errors import CheckpointError, ModelError
+from common.json_file import read_object
+from common.target_shape import default_tap_layers
+from common.weights import locate_tensors, read_tensors
+from services.drafter.folder.layouts import TARGETS_TENSORS, Content, detect, find_foreign, read_settings
+from services.drafter.model.model import DraftModel
+
+CONFIG = "config.json"
+_OF_DRAFT = (
+    "num_layers",
+    "block_size",
+    "mask_token_id",
+    "tap_layers",
+    "layer_types",
+    "sliding_window",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+)
+_OF_TARGET = ("hidden_size", "vocab_size", "num_hidden_layers", "rms_norm_eps", "rope_theta")
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """A drafter folder as it was found.
+
+    Attributes:
+        folder: where it lies.
+        layout: "dflash", "speculators" or "torchspec".
+        settings: what it states, under the names of `DraftConfig` and `TargetShape`; what it leaves open is absent.
+        foreign: what it states that this draft model does not compute, one line each.
+        tensors: our name of every tensor -> its own.
+    """
+
+    folder: Path
+    layout: str
+    settings: Content
+    foreign: list[str]
+    tensors: dict[str, str]
+
+    @cached_property
+    def shapes(self) -> dict[str, list[int]]:
+        """Tensor name -> shape, without reading the tensors. CheckpointError where a file is damaged."""
+        try:
+            files, shapes = locate_tensors(self.folder), {}
+            for ours, theirs in self.tensors.items():
+                with safe_open(files[theirs], framework="pt") as file:
+                    shapes[ours] = list(file.get_slice(theirs).get_shape())
+            return shapes
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{self.folder}: cannot be read: {error}") from error
+
+    def misfits(self, config: Config) -> list[str]:
+        """What does not fit the draft model and the target of `config`: setting or tensor, needed and found; [] if all fits."""
+        needed = {key: getattr(config.draft, key) for key in _OF_DRAFT} | {
+            key: getattr(config.shape, key) for key in _OF_TARGET
+        }
+        needed["draft_vocab_size"] = config.shape.vocab_size  # a reduced vocabulary has another head
+        if "sliding_attention" not in config.draft.layer_types:
+            needed["sliding_window"] = 0
+        found = {key: value for key, value in self.settings.items() if value != needed[key]}
+        lines = [f"{key}: needed {needed[key]}, found {value}" for key, value in found.items()]
+        return [*self.foreign, *lines, *differing_shapes(tensor_shapes(config), self.shapes)]
+
+    def on(self, config: Config) -> Config:
+        """`config` with the draft model that this folder states, whether or not it fits the run."""
+        settings, shape = dict(self.settings), config.shape
+        draft = {key: settings[key] for key in _OF_DRAFT if key in settings}
+        target = {key: settings[key] for key in ("rms_norm_eps", "rope_theta") if key in settings}
+        return msgspec.structs.replace(
+            config,
+            draft=msgspec.structs.replace(config.draft, **draft),
+            target_shape=msgspec.structs.replace(shape, **target),
+        )
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every tensor under our name, in float32, on the CPU. CheckpointError where a file is damaged."""
+        try:
+            tensors = read_tensors(self.folder, self.tensors.values(), torch.device("cpu"), torch.float32)
+        except ModelError as error:
+            raise CheckpointError(str(error)) from error
+        return {ours: tensors[theirs] for ours, theirs in self.tensors.items()}
+
+    def build(self, config: Config) -> DraftModel:
+        """The draft model as this folder states it, in `config.draft.dtype`, on the CPU; `config` fills in the rest."""
+        model = DraftModel(self.on(config))
+        model.load_state_dict(self.weights())
+        return model.eval()
+
+
+def read_drafter(folder: Path) -> Drafter:
+    """Read what a folder of any known layout says of itself; no tensor is read.
+
+    Raises:
+        CheckpointError: no config.json or no safetensors, or one that is damaged.
+    """
+    content = read_object(folder / CONFIG, CheckpointError)
+    try:
+        names = set(locate_tensors(folder))
+    except ModelError as error:
+        raise CheckpointError(str(error)) from error
+    layout = detect(content, names)
+    own = sorted(name for name in names if not name.endswith(TARGETS_TENSORS) and not name.endswith("inv_freq"))
+    foreign = [f"{place}: needed {needed}, found {found}" for place, needed, found in find_foreign(content, layout)]
+    tensors = {layout.renamed.get(name, name): name for name in own}
+    drafter = Drafter(folder, layout.name, read_settings(content, layout), foreign, tensors)
+    return replace(drafter, settings=_with_taps(drafter))
+
+
+def read_fitting_drafter(folder: Path, config: Config) -> Drafter:
+    """As `read_drafter`; CheckpointError also where it is not the draft model of `config`: every difference is named."""
+    drafter = read_drafter(folder)
+    if misfits := drafter.misfits(config):
+        raise CheckpointError(f"{folder} ({drafter.layout} layout) does not fit: {'; '.join(misfits)}")
+    return drafter
+
+
+def load_drafter(folder: Path, config: Config) -> DraftModel:
+    """The draft model of a folder, in `config.draft.dtype`, on the CPU. CheckpointError as `read_fitting_drafter`."""
+    return read_fitting_drafter(folder, config).build(config)
+
+
+def tensor_shapes(config: Config) -> dict[str, list[int]]:
+    """Every tensor of a draft model and its shape: 3 and 11 per layer, 58 for five layers.
+
+    H hidden, I intermediate, K taps, D head_dim, Hq query heads, Hkv key and value heads.
+    """
+    draft, hidden, intermediate = config.draft, config.shape.hidden_size, config.draft.intermediate_size
+    query, key = draft.num_attention_heads * draft.head_dim, draft.num_key_value_heads * draft.head_dim
+    layer = {
+        "input_layernorm": [hidden],
+        "self_attn.q_proj": [query, hidden],
+        "self_attn.k_proj": [key, hidden],
+        "self_attn.v_proj": [key, hidden],
+        "self_attn.o_proj": [hidden, query],
+        "self_attn.q_norm": [draft.head_dim],
+        "self_attn.k_norm": [draft.head_dim],
+        "post_attention_layernorm": [hidden],
+        "mlp.gate_proj": [intermediate, hidden],
+        "mlp.up_proj": [intermediate, hidden],
+        "mlp.down_proj": [hidden, intermediate],
+    }
+    shapes = {"fc.weight": [hidden, len(draft.tap_layers) * hidden], "hidden_norm.weight": [hidden]}
+    for index in range(draft.num_layers):
+        shapes |= {f"layers.{index}.{name}.weight": shape for name, shape in layer.items()}
+    return shapes | {"norm.weight": [hidden]}
+
+
+def differing_shapes(needed: dict[str, list[int]], found: dict[str, list[int]]) -> list[str]:
+    """One line per tensor that is missing, superfluous or of another shape."""
+    names = sorted(name for name in needed.keys() | found.keys() if needed.get(name) != found.get(name))
+    return [f"tensor {name}: needed {needed.get(name)}, found {found.get(name)}" for name in names]
+
+
+def _with_taps(drafter: Drafter) -> Content:
+    """Where the ids are left out they follow from z-lab's rule: SpecForge and TorchSpec compute them so, too."""
+    settings, shape = drafter.settings, drafter.shapes.get("fc.weight")
+    if "tap_layers" in settings or not shape or not {"num_hidden_layers", "hidden_size"} <= settings.keys():
+        return settings
+    return settings | {"tap_layers": default_tap_layers(settings["num_hidden_layers"], shape[-1] // settings["hidden_size"])}

@@ -1,0 +1,105 @@
+"""A trained draft model as the files that inference engines load (dflash.md section 5)."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from common.acceptance import Evaluation
+from common.config import Config
+from common.errors import CheckpointError
+from services.drafter.folder.card import write_card
+from services.drafter.folder.drafter_folder import CONFIG, differing_shapes, read_drafter, tensor_shapes
+from services.drafter.folder.durable_folder import durable_folder
+from services.drafter.folder.engine_config import LayoutName, engine_config
+
+WEIGHTS, CARD = "model.safetensors", "README.md"
+_ARCHITECTURES = (["DFlashDraftModel"], ["DFlashSpeculator"])
+
+
+def export(
+    folder: Path,
+    config: Config,
+    weights: Mapping[str, Tensor],
+    step: int,
+    evaluation: Evaluation | None,
+    layout: LayoutName = "dflash",
+    check: Callable[[Path], object] = lambda folder: None,
+) -> None:
+    """Write `folder` with config.json, model.safetensors (bfloat16) and a README.md; replace an export that is there.
+
+    Args:
+        folder: where to.
+        config: the configuration of the run.
+        weights: the master weights by parameter name, of any float type.
+        step: optimizer steps behind these weights.
+        evaluation: of these weights; None when they were not measured.
+        layout: "dflash" for vLLM and SGLang, "speculators" for what reads that library's models.
+        check: called with the complete folder before it gets its name; what it raises leaves everything as it was.
+
+    Raises:
+        CheckpointError: the folder holds something else, the weights are not those of the draft model of `config`,
+            the disk refused, or what was written does not read back as the same drafter.
+    """
+    rounded = {name: weight.detach().to("cpu", torch.bfloat16) for name, weight in weights.items()}
+    write_drafter(folder, config, rounded, write_card(config, step, evaluation, layout), layout, check)
+
+
+def write_drafter(
+    folder: Path,
+    config: Config,
+    weights: Mapping[str, Tensor],
+    card: str,
+    layout: LayoutName = "dflash",
+    check: Callable[[Path], object] = lambda folder: None,
+) -> None:
+    """As `export`; weights on the CPU, all of one type, are written in that type, and the README.md says `card`."""
+    _check_replaceable(folder)
+    _check_shapes(folder, weights, tensor_shapes(config))
+    ordered = {name: weights[name].contiguous() for name in tensor_shapes(config)}
+    (dtype,) = {weight.dtype for weight in ordered.values()}
+    content = engine_config(config, layout) | {"dtype": str(dtype).removeprefix("torch.")}
+    with durable_folder(folder) as aside:
+        (aside / CONFIG).write_text(json.dumps(content, indent=2) + "\n")
+        (aside / CARD).write_text(card)
+        _write_weights(aside / WEIGHTS, ordered)
+        _check_reading(aside, config, ordered)
+        check(aside)
+
+
+def _check_replaceable(folder: Path) -> None:
+    """Only an empty folder or an earlier export is ever replaced."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    try:
+        architectures = json.loads((folder / CONFIG).read_text())["architectures"]
+    except (OSError, ValueError, KeyError, TypeError):
+        architectures = None
+    if architectures not in _ARCHITECTURES:
+        raise CheckpointError(f"{folder}: needed a new folder or an earlier export, found something else")
+
+
+def _write_weights(path: Path, weights: dict[str, Tensor]) -> None:
+    try:
+        save_file(weights, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: not written: {error}") from error
+
+
+def _check_shapes(folder: Path, weights: Mapping[str, Tensor], needed: dict[str, list[int]]) -> None:
+    if lines := differing_shapes(needed, {name: list(weight.shape) for name, weight in weights.items()}):
+        raise CheckpointError(f"{folder}: {'; '.join(lines)}")
+
+
+def _check_reading(folder: Path, config: Config, needed: Mapping[str, Tensor]) -> None:
+    """What was written must say what `config` says, and hold the same bytes."""
+    drafter = read_drafter(folder)
+    if misfits := drafter.misfits(config):
+        raise CheckpointError(f"{folder}: reads back as another drafter: {'; '.join(misfits)}")
+    for name, found in drafter.weights().items():
+        if not torch.equal(found, needed[name].float()):
+            raise CheckpointError(f"{folder}: tensor {name}: read back other bytes than were written; the disk is at fault")

@@ -1,0 +1,108 @@
+"""Exact greedy acceptance without decoding, on data that are the target's own greedy answers.
+
+Shapes: T packed rows, D documents, N blocks, B block size.
+"""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.acceptance import Acceptance
+from common.config import Config
+from common.device.upload import upload
+from services.drafter.model.anchors import Blocks, all_blocks
+from services.drafter.model.model import DraftModel
+from services.drafter.model.step import PackedBatch, predict_blocks
+
+
+def evaluate_batch(
+    model: DraftModel, embed_weight: Tensor, head_weight: Tensor, batch: PackedBatch, config: Config
+) -> NDArray[np.int64]:
+    """Draft a block at every anchor of a batch and walk over its answers (waits for the device).
+
+    Returns:
+        int64 [D, B]: per document, the rounds that emitted 1, 2 .. B tokens; such counts add up over batches and ranks.
+    """
+    accepted = np.zeros(len(batch.input_ids), dtype=np.int64)
+    for blocks in all_blocks(batch.input_ids, batch.loss_mask, batch.cu_seqlens, config):
+        predictions = predict_blocks(model, embed_weight, head_weight, batch, blocks, config).cpu().numpy()
+        accepted[blocks.anchors[blocks.valid]] = matching_prefix(predictions, blocks)[blocks.valid]
+    return walk(accepted, batch.loss_mask, batch.cu_seqlens, config.draft.block_size)
+
+
+def summarise(rounds: NDArray[np.int64]) -> Acceptance:
+    """Acceptance from the numbers of rounds [B] that emitted 1, 2 .. B tokens."""
+    num_rounds, num_tokens = int(rounds.sum()), int((rounds * np.arange(1, len(rounds) + 1)).sum())
+    num_longer = np.cumsum(rounds[::-1])[::-1][1:]  # rounds that emitted more than k tokens: draft token k is one of them
+    return Acceptance(
+        acceptance=num_tokens / max(num_rounds, 1),
+        acceptance_per_position=(num_longer / max(num_rounds, 1)).tolist(),
+        num_rounds=num_rounds,
+        num_tokens=num_tokens,
+    )
+
+
+def matching_prefix(predictions: NDArray[np.int64], blocks: Blocks) -> NDArray[np.int64]:
+    """How many leading predictions [N, B - 1] of each block equal the text, as far as it is supervised: [N]."""
+    matches = (predictions == blocks.labels) & blocks.label_mask
+    count: NDArray[np.int64] = np.logical_and.accumulate(matches, axis=1).sum(1)
+    return count
+
+
+def walk(
+    accepted: NDArray[np.int64], loss_mask: NDArray[np.bool_], cu_seqlens: NDArray[np.int64], block_size: int
+) -> NDArray[np.int64]:
+    """Count the rounds that greedy speculative decoding of every supervised span would take.
+
+    The target's prefill gives the first token of a span; it is the first anchor and no round emitted it. A round at
+    anchor a accepts accepted[a] drafts and adds the target's own next token, which is the next anchor. The span's last
+    token (the end mark, or the limit on new tokens) ends decoding, so the last round emits what is left of the span
+    and no more: a round that accepts everything up to the end has no token of the target's own. A span of n tokens
+    thus emits n - 1 in its rounds, and a span of one token takes none.
+
+    Args:
+        accepted: int64 [T], accepted drafts at every anchor.
+        loss_mask: bool [T].
+        cu_seqlens: int64 [D + 1].
+        block_size: B.
+
+    Returns:
+        int64 [D, B]: per document, the rounds that emitted 1, 2 .. B tokens.
+    """
+    rounds = np.zeros((len(cu_seqlens) - 1, block_size), dtype=np.int64)
+    for start, end in supervised_spans(loss_mask, cu_seqlens):
+        of_document = rounds[np.searchsorted(cu_seqlens, start, side="right") - 1]
+        anchor = start
+        while anchor < end - 1:
+            num_tokens = min(int(accepted[anchor]) + 1, end - 1 - anchor)
+            of_document[num_tokens - 1] += 1
+            anchor += num_tokens
+    return rounds
+
+
+def supervised_spans(loss_mask: NDArray[np.bool_], cu_seqlens: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """First and past-the-last row of every run of supervised rows; runs end with their document."""
+    spans = []
+    for first, last in pairwise(cu_seqlens):
+        edges = np.flatnonzero(np.diff(loss_mask[first:last], prepend=False, append=False)) + first
+        spans += [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
+    return spans
+
+
+def with_features_of_another_document(batch: PackedBatch) -> PackedBatch:
+    """The control: every document gets the next one's hidden states, row by row, started over where they end.
+
+    Text, positions and labels stay, so whatever acceptance is left did not come from the features. The only document
+    of a batch has no other to take them from and gets zeros.
+    """
+    if len(batch.sample_ids) == 1:
+        return replace(batch, hidden_states=torch.zeros_like(batch.hidden_states))
+    starts, lengths = batch.cu_seqlens[:-1], np.diff(batch.cu_seqlens)
+    donors = np.roll(np.arange(len(starts)), -1)
+    rows = [starts[donor] + np.arange(length) % lengths[donor] for donor, length in zip(donors, lengths, strict=True)]
+    index = upload(np.concatenate(rows), batch.hidden_states.device)
+    return replace(batch, hidden_states=batch.hidden_states[index])

@@ -1,0 +1,43 @@
+"""Floating-point operations of one batch, forward and backward: those of the matrix products that must be done."""
+
+import numpy as np
+
+from common.config import Config
+from services.drafter.model.anchors import Blocks, Ints
+from services.drafter.model.visibility import BlockPlaces, key_runs
+
+
+def batch_flops(config: Config, blocks: Blocks, cu_seqlens: Ints) -> float:
+    """A multiplication and an addition are two; the backward pass of a product is two products.
+
+    What the step saves is not counted: the projections of equal rows in the first layer, rows without a label in the last,
+    the head's gradient. Nor is what has no gradient: that of the features and of the head. Attention counts visible pairs.
+
+    Args:
+        config: the shapes.
+        blocks: of one batch.
+        cu_seqlens: int64 [D + 1] of the batch.
+    """
+    draft, hidden, num_context = config.draft, config.shape.hidden_size, int(cu_seqlens[-1])
+    num_blocks, num_rows = len(blocks.anchors), len(blocks.anchors) * draft.block_size
+    queries, keys = draft.num_attention_heads * draft.head_dim, 2 * draft.num_key_value_heads * draft.head_dim
+    num_labels = int(blocks.label_mask.sum())
+    products = 0.0  # of the forward pass that the backward pass doubles
+    for layer, kind in enumerate(draft.layer_types):
+        distinct = num_blocks + 1 if layer == 0 else num_rows
+        wanted = num_labels if layer == draft.num_layers - 1 else num_rows
+        asked = num_labels if layer == draft.num_layers - 1 else distinct
+        products += hidden * (asked * queries + (distinct + num_context) * keys)
+        products += wanted * hidden * (queries + 3 * draft.intermediate_size)
+        window = draft.sliding_window if kind == "sliding_attention" else 0
+        products += 2 * queries * _num_pairs(config, blocks, cu_seqlens, window)
+    once = num_context * hidden**2 * len(draft.tap_layers) * 2 + num_labels * hidden * config.shape.vocab_size * 2
+    return 2.0 * (3 * products + once)
+
+
+def _num_pairs(config: Config, blocks: Blocks, cu_seqlens: Ints, sliding_window: int) -> float:
+    """Visible pairs of a block row and a key."""
+    places = BlockPlaces(blocks.anchors, cu_seqlens[blocks.documents], blocks.valid)
+    rows = np.arange(len(blocks.anchors) * config.draft.block_size)
+    runs = key_runs(places, config.draft.block_size, sliding_window, rows)
+    return float((runs.end - runs.start + runs.own_end - runs.own_start).sum())

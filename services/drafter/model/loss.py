@@ -1,0 +1,106 @@
+"""Cross entropy through the target's frozen head, in chunks of rows, and the weights of its rows.
+
+The logits never exist all at once, and the head has no gradient: two matrix products, not three.
+Shapes: R labelled rows, H hidden, V vocabulary, N blocks, B block size.
+"""
+
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from services.drafter.kernels.fp8_head import Fp8Head
+
+Head = Tensor | Fp8Head
+DPACE_SMOOTHING = 0.5  # alpha of D-PACE
+
+
+def decay_weights(block_size: int, gamma: float) -> NDArray[np.float32]:
+    """Weight exp(-(k - 1) / gamma) of slot k = 1 .. B - 1 (arXiv 2602.06036): [B - 1]."""
+    return np.exp(-np.arange(block_size - 1) / gamma).astype(np.float32)
+
+
+@torch.no_grad()
+def dpace_weights(losses: Tensor, label_mask: Tensor) -> Tensor:
+    """The weights of D-PACE: what a slot's log-probability adds to the expected number of accepted drafts.
+
+    With q = (1 - alpha) * p(label) + alpha, the weight of slot i is the sum over j >= i of the product of q over the
+    slots up to j. Slots without a label neither count nor stop a product.
+
+    Args:
+        losses: float32 [N, B - 1], -log p(label).
+        label_mask: bool [N, B - 1].
+    """
+    smoothed = (1.0 - DPACE_SMOOTHING) * torch.exp(-losses) + DPACE_SMOOTHING
+    reached = torch.where(label_mask, smoothed, 1.0).cumprod(1) * label_mask
+    return reached.flip(1).cumsum(1).flip(1) * label_mask
+
+
+def loss_head(weight: Tensor, kind: Literal["exact", "fp8_logits", "fp8"]) -> Head:
+    """The head [V, H] as `frozen_head_loss` uses it."""
+    return weight if kind == "exact" else Fp8Head(weight, gradient_in_fp8=kind == "fp8")
+
+
+def frozen_head_loss(hidden: Tensor, head: Head, labels: Tensor, chunk_rows: int) -> tuple[Tensor, Tensor]:
+    """Cross entropy of every row, differentiable in `hidden` only; softmax in float32.
+
+    The gradient of the hidden rows is made together with the loss, chunk by chunk, so the backward pass needs no
+    logits: it scales each row by the gradient of the row's loss.
+
+    Args:
+        hidden: [R, H], after the draft model's final norm; R may be 0.
+        head: from `loss_head`.
+        labels: int64 [R].
+        chunk_rows: rows whose logits exist at a time.
+
+    Returns:
+        float32 [R], and int64 [R]: the greedy predictions.
+    """
+    losses, predictions = FrozenHeadCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden, head, labels, chunk_rows
+    )
+    return losses, predictions
+
+
+class FrozenHeadCrossEntropy(torch.autograd.Function):
+    """See `frozen_head_loss`."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, head: Head, labels: Tensor, chunk_rows: int) -> tuple[Tensor, Tensor]:
+        """Losses and gradients of one chunk of rows after the other."""
+        losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
+        predictions = torch.empty_like(labels)
+        gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        for first in range(0, hidden.shape[0], chunk_rows):
+            rows = slice(first, first + chunk_rows)
+            logits = head.logits(hidden[rows]) if isinstance(head, Fp8Head) else hidden[rows].to(head.dtype) @ head.T
+            cross_entropy(logits, labels[rows], losses[rows], predictions[rows], with_gradient=gradient is not None)
+            if gradient is not None:
+                gradient[rows] = head.gradient(logits, labels[rows]) if isinstance(head, Fp8Head) else logits @ head
+        ctx.mark_non_differentiable(predictions)
+        ctx.save_for_backward(gradient)
+        return losses, predictions
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        """The stored gradient of each row times that of its loss, rounded once."""
+        (gradient,) = ctx.saved_tensors
+        return torch.mul(gradient, gradients[0][:, None], out=torch.empty_like(gradient)), None, None, None
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, losses: Tensor, predictions: Tensor, *, with_gradient: bool) -> None:
+    """As `cross_entropy_kernel.cross_entropy`, which does it on a GPU."""
+    if logits.is_cuda:
+        from services.drafter.kernels import cross_entropy_kernel  # triton comes with torch for GPUs only
+
+        return cross_entropy_kernel.cross_entropy(logits, labels, losses, predictions, with_gradient=with_gradient)
+    exact = logits.float()
+    log_normaliser = exact.logsumexp(1, keepdim=True)
+    torch.sub(log_normaliser[:, 0], exact.gather(1, labels[:, None])[:, 0], out=losses)
+    torch.argmax(exact, 1, out=predictions)
+    if with_gradient:
+        error = (exact - log_normaliser).exp_()
+        logits.copy_(error.scatter_add_(1, labels[:, None], torch.full_like(log_normaliser, -1.0)))
+    return None

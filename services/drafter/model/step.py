@@ -1,0 +1,119 @@
+"""The forward of one packed batch: where blocks, attention, draft model, head and loss meet.
+
+Shapes: T packed rows, D documents, K taps, H hidden, V vocabulary, N blocks, B block size, Q = N * B block rows,
+M wanted rows among them, R labelled rows.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.config import Config
+from common.device.upload import upload
+from services.drafter.model.anchors import Blocks
+from services.drafter.model.attention import Attend, make_attention
+from services.drafter.model.loss import Head, decay_weights, dpace_weights, frozen_head_loss
+from services.drafter.model.model import DraftModel
+from services.drafter.model.step_sums import StepSums
+from services.drafter.model.visibility import BlockPlaces, Ints, key_runs
+
+HEAD_CHUNK_ROWS = 1536  # 0.8 GB of bfloat16 logits at a vocabulary of 248,320
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedBatch:
+    """D documents back to back without padding: what the device computes on, and what the CPU plans with."""
+
+    hidden_states: Tensor  # [T, K, H] on the device
+    position_ids: Tensor  # int64 [T] on the device, from 0 in every document
+    input_ids: NDArray[np.int64]  # [T]
+    loss_mask: NDArray[np.bool_]  # [T]
+    cu_seqlens: NDArray[np.int64]  # [D + 1]
+    sample_ids: NDArray[np.int64]  # [D]
+
+
+def block_loss(
+    model: DraftModel, embed_weight: Tensor, head: Head, batch: PackedBatch, blocks: Blocks, config: Config
+) -> StepSums:
+    """Compute the loss of one batch and the counts that go with it; never waits for the device.
+
+    Args:
+        model: the draft model.
+        embed_weight: [V, H], the target's.
+        head: [V, H], the target's.
+        batch: features and positions.
+        blocks: from `anchors.choose_blocks`.
+        config: the loss and its decay.
+    """
+    device, (num_blocks, num_slots) = batch.hidden_states.device, blocks.labels.shape
+    block, slot = np.nonzero(blocks.label_mask)
+    labelled = block * (num_slots + 1) + slot + 1
+    filling = labelled[-1:] if len(labelled) else [0]  # the number is constant; what comes last sees what its neighbours see
+    wanted = np.append(labelled, np.repeat(filling, num_blocks * num_slots - len(labelled)))
+    hidden = block_hidden(model, embed_weight, batch, blocks, config, wanted)[: len(block)]
+    labels = upload(blocks.labels[blocks.label_mask], device)
+    losses, predictions = frozen_head_loss(hidden, head, labels, HEAD_CHUNK_ROWS)
+
+    places, label_mask = upload(block * num_slots + slot, device), upload(blocks.label_mask, device)
+    correct = _on_grid(predictions == labels, places, label_mask)
+    if config.train.loss == "dpace":
+        weights = dpace_weights(_on_grid(losses.detach(), places, label_mask), label_mask).flatten()[places]
+        divisor = blocks.label_mask.any(1).sum(dtype=np.float64)
+    else:
+        decay = decay_weights(num_slots + 1, config.train.decay_gamma)[slot]
+        weights, divisor = upload(decay, device), decay.sum(dtype=np.float64)
+    counted = upload(np.append(divisor, blocks.label_mask.sum(0)).astype(np.float32), device)
+    loss, accepted = (losses * weights).sum(), correct.cumprod(1).sum()
+    return StepSums.of(loss, counted[0], accepted, correct.sum(0), counted[1:])
+
+
+def _on_grid(values: Tensor, places: Tensor, label_mask: Tensor) -> Tensor:
+    """float32 [N, B - 1] with the values [R] in their places, 0 elsewhere."""
+    grid = torch.zeros(label_mask.shape, device=values.device)
+    grid.view(-1)[places] = values.float()
+    return grid
+
+
+@torch.no_grad()
+def predict_blocks(
+    model: DraftModel, embed_weight: Tensor, head_weight: Tensor, batch: PackedBatch, blocks: Blocks, config: Config
+) -> Tensor:
+    """The greedy draft of every block: int64 [N, B - 1] on the device; rows of invalid blocks mean nothing."""
+    num_blocks, num_slots = blocks.labels.shape
+    wanted = np.arange(num_blocks * (num_slots + 1)).reshape(num_blocks, -1)[:, 1:].ravel()
+    hidden = block_hidden(model, embed_weight, batch, blocks, config, wanted)
+    predictions = [(rows.to(head_weight.dtype) @ head_weight.T).argmax(1) for rows in torch.split(hidden, HEAD_CHUNK_ROWS)]
+    return torch.cat(predictions).view(num_blocks, num_slots)
+
+
+def block_hidden(
+    model: DraftModel, embed_weight: Tensor, batch: PackedBatch, blocks: Blocks, config: Config, wanted: Ints | None = None
+) -> Tensor:
+    """The draft model's output [M, H] for the block rows numbered `wanted`, or for all."""
+    device, block_size = batch.hidden_states.device, config.draft.block_size
+    tokens = np.append(blocks.anchor_tokens, config.draft.mask_token_id)
+    positions = batch.position_ids[upload(blocks.anchors, device)][:, None] + torch.arange(block_size, device=device)
+    context = model.context_keys_values(model.project_context(batch.hidden_states), batch.position_ids)
+    embeddings, attends = F.embedding(upload(tokens, device), embed_weight), _attends(model, batch, blocks, wanted, config)
+    chosen = None if wanted is None else upload(wanted, device)
+    hidden: Tensor = model(embeddings, positions.flatten(), context, attends, chosen)
+    return hidden
+
+
+def _attends(model: DraftModel, batch: PackedBatch, blocks: Blocks, wanted: Ints | None, config: Config) -> list[Attend]:
+    """One per layer: all rows ask in every layer but the last, where only the wanted do."""
+    places = BlockPlaces(blocks.anchors, batch.cu_seqlens[blocks.documents], blocks.valid)
+    num_context, num_rows = len(batch.input_ids), len(blocks.anchors) * config.draft.block_size
+
+    def attend(window: int, rows: Ints) -> Attend:
+        runs = key_runs(places, config.draft.block_size, window, rows)
+        return make_attention(runs, num_context, num_rows, config.draft, batch.hidden_states.device)
+
+    *inner, last = model.windows
+    rows = np.arange(num_rows)
+    of_window = {window: attend(window, rows) for window in set(inner)}
+    return [*(of_window[window] for window in inner), attend(last, rows if wanted is None else wanted)]

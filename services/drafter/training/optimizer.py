@@ -1,0 +1,184 @@
+"""AdamW on float32 master weights, data parallel, deciding on the device whether a step counts.
+
+Shapes: P parameter elements in all.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from common.config import TrainConfig
+from services.drafter.kernels.fused import fused
+from services.drafter.model.step_sums import StepSums
+from services.drafter.training.gradients import Gradients
+
+BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
+
+
+def learning_rate(step: int, num_steps: int, peak: float, warmup_ratio: float) -> float:
+    """Linear warm-up over the first part, then a cosine to 0.
+
+    Args:
+        step: optimizer step from 0; the first has the rate peak / num_warmup_steps, step num_steps would have 0.
+        num_steps: optimizer steps of the whole run.
+        peak: the highest rate.
+        warmup_ratio: part of the steps that warm up, rounded up.
+    """
+    num_warmup_steps = math.ceil(warmup_ratio * num_steps)
+    if step < num_warmup_steps:
+        return peak * (step + 1) / num_warmup_steps
+    progress = (step - num_warmup_steps) / max(1, num_steps - num_warmup_steps)
+    return peak * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step leaves on the device; reading it on the host is the caller's choice of moment."""
+
+    loss: Tensor  # sums.loss / sums.weight over all ranks and batches of the step
+    grad_norm: Tensor  # before clipping
+    found_inf: Tensor  # 1.0 when the step was left out, else 0.0
+    sums: StepSums  # over all ranks and batches of the step
+    num_counted: Tensor  # steps of the run that changed the weights, this one included
+
+
+@fused
+def adamw(
+    master: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    weights: Tensor,
+    scale: Tensor,
+    decay: Tensor,
+    rate: Tensor,
+    correction: Tensor,
+    found_inf: Tensor,
+) -> None:
+    """AdamW (arXiv 1711.05101) in place, one pass over memory on a GPU; nothing changes where `found_inf` is not 0.
+
+    Args:
+        master: float32 [P].
+        gradient: float32 [P], to be multiplied by `scale`; left as it is.
+        exp_avg: float32 [P].
+        exp_avg_sq: float32 [P].
+        weights: [P], set to the masters in the model's type.
+        scale: scalar.
+        decay: scalar, what the masters shrink to before the step.
+        rate: scalar, the learning rate over the first bias correction.
+        correction: scalar, the second bias correction.
+        found_inf: scalar.
+    """
+    keep, scaled = found_inf != 0, gradient * scale
+    mean = exp_avg + (scaled - exp_avg) * (1.0 - BETA1)
+    square = exp_avg_sq + (scaled * scaled - exp_avg_sq) * (1.0 - BETA2)
+    updated = torch.where(keep, master, master * decay - rate * mean / ((square / correction).sqrt() + EPS))
+    exp_avg.copy_(torch.where(keep, exp_avg, mean))
+    exp_avg_sq.copy_(torch.where(keep, exp_avg_sq, square))
+    master.copy_(updated)
+    weights.copy_(updated)
+
+
+class MasterAdamW:
+    """Optimizer of one model, whose parameters become views of one flat tensor.
+
+    A step is `gradients.accumulate` for each batch, then once `gradients.reduce` and, when the sums are complete, `step`.
+    """
+
+    def __init__(self, model: nn.Module, train: TrainConfig, num_steps: int, block_size: int) -> None:
+        self.train, self.num_steps = train, num_steps
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.weights = torch.cat([parameter.detach().flatten() for parameter in self.parameters])
+        for parameter, view in zip(self.parameters, self._views(self.weights), strict=True):
+            parameter.data = view
+        self.master = self.weights.float()
+        self.gradients = Gradients(self.parameters, StepSums.size(block_size))
+        self.num_counted = torch.zeros((), device=self.master.device)
+        self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.master), torch.zeros_like(self.master)
+
+    @torch.no_grad()
+    def step(self, step: int) -> StepResult:
+        """Divide by the weight, clip, update masters and model, and empty the gradients, whose sums must be whole.
+
+        A loss or gradient norm that is not finite leaves weights and state bit for bit as they were; every rank sees
+        the same reduced numbers and so decides the same. Nothing here waits for the device.
+
+        Args:
+            step: optimizer step from 0; decides the learning rate only.
+        """
+        sums, gradient = self.gradients.sums, self.gradients.flat
+        divisor = torch.where(sums.weight == 0, 1.0, sums.weight)
+        loss, grad_norm = sums.loss / divisor, torch.linalg.vector_norm(gradient) / divisor
+        found_inf = (~(loss.isfinite() & grad_norm.isfinite())).float()
+        num_counted = self.num_counted + (1.0 - found_inf)
+        result = StepResult(loss, grad_norm, found_inf, StepSums(sums.values.clone()), num_counted)
+
+        scale = (self.train.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0) / divisor
+        rate = learning_rate(step, self.num_steps, self.train.learning_rate, self.train.warmup_ratio)
+        first, second = (-torch.expm1((self.num_counted + 1.0) * math.log(beta)) for beta in (BETA1, BETA2))
+        adamw(
+            self.master,
+            gradient,
+            self.exp_avg,
+            self.exp_avg_sq,
+            self.weights,
+            scale,
+            torch.full_like(scale, 1.0 - rate * self.train.weight_decay),
+            rate / first,
+            second,
+            found_inf,
+        )
+        self.num_counted.copy_(num_counted)
+        self.gradients.abandon()
+        return result
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Masters, moments and the number of counted steps: live tensors, flat in the order of model.parameters()."""
+        return {
+            "master": self.master,
+            "step": self.num_counted,
+            "exp_avg": self.exp_avg,
+            "exp_avg_sq": self.exp_avg_sq,
+        }
+
+    def master_weights(self, model: nn.Module) -> dict[str, Tensor]:
+        """The float32 weights under the model's parameter names: live views."""
+        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        return dict(zip(names, self._views(self.master), strict=True))
+
+    def flatten(self, model: nn.Module, weights: Mapping[str, Tensor]) -> Tensor:
+        """What `master_weights` gave, as the flat tensor of `state_dict`.
+
+        Raises:
+            ValueError: a weight is missing or of another shape.
+        """
+        own = self.master_weights(model)
+        for name, weight in own.items():
+            _check_shape(f"weight {name}", weight, weights.get(name))
+        return torch.cat([weights[name].flatten() for name in own])
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take over a state bit for bit, and set the model's parameters from it.
+
+        Raises:
+            ValueError: an entry is missing, or not of this model's size.
+        """
+        for name, own in self.state_dict().items():
+            _check_shape(f"optimizer state {name}", own, state.get(name))
+            own.copy_(state[name])
+        self.weights.copy_(self.master)
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        """The flat tensor cut into the shapes of the parameters."""
+        pieces = flat.split_with_sizes([parameter.numel() for parameter in self.parameters])
+        return [piece.view_as(parameter) for piece, parameter in zip(pieces, self.parameters, strict=True)]
+
+
+def _check_shape(name: str, needed: Tensor, found: object) -> None:
+    shape = tuple(found.shape) if isinstance(found, Tensor) else "none"
+    if shape != tuple(needed.shape):
+        raise ValueError(f"{name}: needed shape {tuple(needed.shape)}, found {shape}")

@@ -1,0 +1,85 @@
+"""What is kept of a step that was skipped: `<run>/quarantine/step-00000012-rank0.json`.
+
+The facts of every batch are taken on the device and travel with the figures of the step, so that
+they are at hand when the host learns that the step was not finite; its tensors are long gone then.
+"""
+
+import logging
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from common.json_file import write_json
+from services.drafter.kernels.fused import fused
+from services.drafter.model.step_sums import StepSums
+
+NUM_FACTS = 4
+log = logging.getLogger(__name__)
+
+
+class BatchFacts(NamedTuple):
+    """A batch as it was trained on; the facts are on the device."""
+
+    batch: int
+    sample_ids: list[int]
+    facts: Tensor  # float32 [4]: hidden values that are not finite, the largest finite magnitude, loss sum, its divisor
+
+
+class QuarantinedBatch(msgspec.Struct, kw_only=True):
+    """The same on the host."""
+
+    batch: int
+    sample_ids: list[int]
+    num_nonfinite: int  # of the hidden states as they came; above 2**24 a rounded number
+    largest_finite: float
+    loss: float
+
+    @classmethod
+    def of(cls, facts: BatchFacts, values: list[float]) -> "QuarantinedBatch":
+        """From the values [4] of the facts."""
+        nonfinite, largest, loss, divisor = values
+        return cls(
+            batch=facts.batch,
+            sample_ids=facts.sample_ids,
+            num_nonfinite=round(nonfinite),
+            largest_finite=largest,
+            loss=loss / divisor if divisor else loss,
+        )
+
+
+class QuarantinedStep(msgspec.Struct, kw_only=True):
+    """The content of a file: the step over all ranks, the batches of one."""
+
+    step: int
+    rank: int
+    loss: float
+    grad_norm: float
+    batches: list[QuarantinedBatch]
+
+
+def collect_facts(batch: int, sample_ids: list[int], hidden_states: Tensor, sums: StepSums) -> BatchFacts:
+    """Collect the facts of one batch without waiting for the device; hidden states may have any shape."""
+    return BatchFacts(batch, sample_ids, torch.cat([_inspect(hidden_states), torch.stack([sums.loss, sums.weight]).detach()]))
+
+
+@fused
+def _inspect(hidden_states: Tensor) -> Tensor:
+    """float32 [2]: how many values are not finite, and the largest magnitude of the others."""
+    magnitude = hidden_states.float().abs()
+    finite = magnitude.isfinite()
+    return torch.stack([(~finite).sum().float(), torch.where(finite, magnitude, 0.0).amax()])
+
+
+def quarantine(run_dir: Path, step: QuarantinedStep) -> None:
+    """Write the file of a step; a disk that refuses is logged and ends nothing."""
+    folder = run_dir / "quarantine"
+    path = folder / f"step-{step.step:08}-rank{step.rank}.json"
+    try:
+        folder.mkdir(exist_ok=True)
+        write_json(path, step)
+        log.warning("step %d was not finite and left the weights alone: %s", step.step, path)
+    except OSError as error:
+        log.error("step %d was not finite; %s: not written: %s", step.step, path, error.strerror)

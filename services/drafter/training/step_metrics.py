@@ -1,0 +1,91 @@
+"""Metrics of a training step, copied from the device one step late, so that no step waits for them.
+
+All ranks read the same reduced numbers of the same step, so every rank takes the same decision.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from common.device.copy_stream import CopyStream, Mark, mark_computation
+from common.device.stopwatch import Stopwatch
+from services.drafter.model.step_sums import StepSums
+from services.drafter.training.optimizer import StepResult
+from services.drafter.training.quarantine import NUM_FACTS, BatchFacts, QuarantinedBatch
+
+_NUM_SCALARS = 4  # of a StepResult, before its sums
+
+
+class StepCost(NamedTuple):
+    """Work of one rank in a step."""
+
+    num_tokens: int
+    flops: float
+
+
+class StepMetrics(NamedTuple):
+    """One optimizer step as the host sees it."""
+
+    step: int  # optimizer steps done, this one included
+    loss: float
+    grad_norm: float
+    skipped: bool  # the loss or a gradient was not finite; the weights are as before
+    stop_requested: bool  # by any rank
+    num_labels: list[int]  # per slot 1 .. B - 1
+    num_correct: list[int]
+    num_accepted: int  # leading correct slots of all blocks
+    num_skipped: int  # steps of the run so far, this one included, that left the weights as they were
+    laps_s: dict[str, float]  # this rank's time
+    cost: StepCost
+    batches: list[QuarantinedBatch]  # of this rank only
+
+
+class MetricsReadback:
+    """Holds the metrics of the last step until the next step has been launched."""
+
+    def __init__(self, device: torch.device, num_sums: int, num_batches: int) -> None:
+        self._copies = CopyStream(device)
+        self._num_reduced = _NUM_SCALARS + num_sums
+        num_values = self._num_reduced + NUM_FACTS * num_batches
+        self._host = torch.empty(num_values, pin_memory=device.type == "cuda")
+        self._values = torch.empty(num_values, device=device)
+        self._pending: tuple[int, Mark, Stopwatch, StepCost, list[BatchFacts]] | None = None
+        self._device = device
+
+    def push(
+        self, step: int, result: StepResult, watch: Stopwatch, cost: StepCost, batches: list[BatchFacts]
+    ) -> StepMetrics | None:
+        """Start the copy of step number `step`; returns the metrics of the step before, if not yet read."""
+        previous = self.flush()
+        scalars = torch.stack([result.loss, result.grad_norm, result.found_inf, result.num_counted])
+        values = torch.cat([scalars, result.sums.values, *(batch.facts for batch in batches)])
+        self._values[: len(values)] = values
+        with self._copies.after(mark_computation(self._device)):
+            self._host.copy_(self._values, non_blocking=True)
+        self._pending = (step, self._copies.mark(), watch, cost, batches)
+        return previous
+
+    def flush(self) -> StepMetrics | None:
+        """Wait for the pending copy and return its metrics; None if there is none."""
+        if self._pending is None:
+            return None
+        step, copied, watch, cost, batches = self._pending
+        self._pending = None
+        copied.wait()
+        loss, grad_norm, skipped, counted = self._host[:_NUM_SCALARS].tolist()
+        sums = StepSums(self._host[_NUM_SCALARS : self._num_reduced])
+        facts = self._host[self._num_reduced :].view(-1, NUM_FACTS).tolist()
+        return StepMetrics(
+            step=step,
+            loss=loss,
+            grad_norm=grad_norm,
+            skipped=skipped > 0,
+            stop_requested=float(sums.stop) > 0,
+            num_labels=[round(n) for n in sums.labels.tolist()],
+            num_correct=[round(n) for n in sums.correct.tolist()],
+            num_accepted=round(float(sums.accepted)),
+            num_skipped=step - round(counted),
+            laps_s=watch.laps_s(),
+            cost=cost,
+            batches=[QuarantinedBatch.of(batch, values) for batch, values in zip(batches, facts, strict=False)],
+        )
