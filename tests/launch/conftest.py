@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.launched_runs import TWO_BY_TWO, LaunchedRun
+from tests.builders.launched_runs import TWO_BY_TWO, LaunchedRun
 
 
 @pytest.fixture

@@ -1,0 +1,329 @@
+"""The life of an actor as a real process, from its command line to its exit code."""
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from common import config as configuration
+from common.actor import messages
+from common.actor.board import Board, Phase, board_bytes
+from common.actor.lifecycle import EXIT_DONE, EXIT_FAILED, EXIT_HOPELESS, EXIT_STOPPED, start_time
+from common.actor.messages import Hello, Reply, Welcome
+from common.ring import memory
+from common.run_dir import exchange_address
+from tests.builders.small_runs import make_config
+
+WAIT_S = 30  # a hung test ends; nothing is asserted of time
+HEAD = """
+from common.actor.parent import die_with_parent
+die_with_parent()
+import os, sys, threading, time
+from common import errors
+from common.actor.board import Phase
+from common.actor.lifecycle import StoppedError, run_actor
+from common.actor.messages import Next
+
+def ready(actor):
+    actor.notices.phase(Phase.READY)
+
+def main(actor):
+"""
+TAIL = """
+run_actor("drafter", main, lambda parser: parser.add_argument("--extra"))
+"""
+SLEEP = "    ready(actor)\n    time.sleep(600)"
+RAISE_BESIDE = """
+    def fail():
+        raise RuntimeError("the thread broke")
+    actor.start_thread("beside", fail)
+    while True:
+        actor.keep_waiting()
+        time.sleep(0.01)
+"""
+ASK = "    actor.join()\n    ready(actor)\n    actor.ask(Next(0))"
+
+
+class Stage:
+    """A run directory and a board, and the actors that are started on them."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        configuration.write(make_config(), run_dir)
+        self.board_fd = memory.create("test-board", board_bytes(1))
+        self.board = Board(self.board_fd, 1)
+        self.log = run_dir / "log"
+        self.started: list[subprocess.Popen[bytes]] = []
+
+    def command(self, body: str, parent: str) -> list[str]:
+        line = [sys.executable, "-c", HEAD + body + TAIL, "--run-dir", str(self.run_dir), "--index", "3", "--place", "0"]
+        return [*line, "--board-fd", str(self.board_fd), "--parent", parent, "--extra", "word"]
+
+    def start(self, body: str, parent: int | None = None) -> "subprocess.Popen[bytes]":
+        return self.spawn(self.command(body, str(parent or os.getpid())))
+
+    def spawn_parent_of(self, line: list[str]) -> "subprocess.Popen[bytes]":
+        """A process that starts an actor, whose --parent is PARENT, and sleeps."""
+        program = "import os, subprocess, sys, time\n"
+        program += f"line = [str(os.getpid()) if word == 'PARENT' else word for word in {line!r}]\n"
+        program += f"subprocess.Popen(line, pass_fds=[{self.board_fd}], start_new_session=True)\ntime.sleep(600)"
+        return self.spawn([sys.executable, "-c", program])
+
+    def spawn(self, command: list[str]) -> "subprocess.Popen[bytes]":
+        with self.log.open("wb") as log:
+            child = subprocess.Popen(command, stdout=log, stderr=log, pass_fds=[self.board_fd])
+        self.started.append(child)
+        return child
+
+    def run(self, body: str) -> tuple[int, str]:
+        """Exit code and log of a whole life."""
+        code = self.start(body).wait(WAIT_S)
+        return code, self.log.read_text()
+
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while not holds():
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.01)
+
+    def wait_until_ready(self) -> None:
+        self.wait_until(lambda: self.board.read(0).phase == Phase.READY)
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    stage = Stage(tmp_path)
+    yield stage
+    for child in stage.started:
+        child.kill()
+        child.wait()
+    os.close(stage.board_fd)
+
+
+def test_a_life_that_comes_to_its_end(stage: Stage) -> None:
+    code, log = stage.run('    assert actor.args.extra == "word"\n    actor.metrics.write(step=1)\n    ready(actor)')
+    assert code == EXIT_DONE == 0
+    first, last = log.splitlines()
+    assert re.fullmatch(r"\S+ \S+ I ---- drafter-3 started, pid \d+ ----", first) and last.endswith(" I done")
+    assert (stage.board.read(0).pid, stage.board.read(0).phase) == (stage.started[0].pid, Phase.READY)
+    assert (stage.run_dir / "metrics" / "drafter-3.jsonl").read_text() == '{"step":1}\n'
+
+
+def test_a_failure_is_1_and_leaves_its_traceback(stage: Stage) -> None:
+    code, log = stage.run('    raise RuntimeError("broken")')
+    assert code == EXIT_FAILED == 1
+    assert "Traceback" in log and log.endswith("RuntimeError: broken\n")
+
+
+def test_a_protocol_error_is_worth_a_restart(stage: Stage) -> None:
+    assert stage.run('    raise errors.ProtocolError("odd")')[0] == EXIT_FAILED
+
+
+@pytest.mark.parametrize(
+    "name", ["ConfigError", "DataError", "ModelError", "CheckpointError", "RunDirectoryBusyError", "TrainingDivergedError"]
+)
+def test_what_a_restart_cannot_mend_is_2_and_one_line(stage: Stage, name: str) -> None:
+    code, log = stage.run(f'    raise errors.{name}("data.path: needed this, found that")')
+    assert code == EXIT_HOPELESS == 2
+    assert "Traceback" not in log and log.splitlines()[1].endswith(" E data.path: needed this, found that")
+    assert len(log.splitlines()) == 2
+
+
+def test_a_run_directory_without_a_configuration_is_hopeless(stage: Stage) -> None:
+    (stage.run_dir / "config.json").unlink()
+    code, log = stage.run("    pass")
+    assert code == EXIT_HOPELESS and "config.json: cannot be read" in log and "Traceback" not in log
+
+
+def test_an_actor_that_was_told_to_stop_ends_with_4(stage: Stage) -> None:
+    body = "    ready(actor)\n    while not actor.stopping:\n        time.sleep(0.01)\n    raise StoppedError"
+    child = stage.start(body)
+    stage.wait_until_ready()
+    child.send_signal(signal.SIGINT)  # Ctrl-C reaches the whole terminal; it is the supervisor's to answer
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(WAIT_S) == EXIT_STOPPED == 4
+    assert stage.log.read_text().endswith(" I stopped\n")
+
+
+def test_sigterm_ends_a_wait_for_an_exchange_that_is_not_there(stage: Stage) -> None:
+    child = stage.start("    ready(actor)\n    actor.join()")
+    stage.wait_until_ready()
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(WAIT_S) == EXIT_STOPPED
+    assert stage.board.read(0).waiting_s > 0
+
+
+def test_sigterm_ends_a_wait_for_an_answer_and_the_wait_shows_as_progress(stage: Stage) -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.linger = 0
+        socket.bind(exchange_address(stage.run_dir))
+        child = stage.start(ASK)
+        assert socket.poll(WAIT_S * 1000)
+        identity, data = socket.recv_multipart()
+        hello = messages.decode_request(data)
+        assert (hello.sender.pid, hello.sender.start_time) == (child.pid, start_time(child.pid))
+        assert (hello.sender.role, hello.sender.index, hello.body) == ("drafter", 3, Hello(1))
+        socket.send_multipart([identity, messages.encode(Reply(hello.id, Welcome(b"p" * 16, 1, 1)))])
+        stage.wait_until_ready()
+        before = stage.board.read(0).progress_s
+        stage.wait_until(lambda: stage.board.read(0).progress_s > before)
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(WAIT_S) == EXIT_STOPPED
+
+
+def test_a_wait_is_counted_while_it_passes(stage: Stage) -> None:
+    body = """
+    with actor.waiting():
+        ready(actor)
+        while not actor.stopping:
+            actor.keep_waiting()
+            time.sleep(0.01)
+"""
+    child = stage.start(body)
+    stage.wait_until(lambda: stage.board.read(0).waiting_s > 0.1)
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(WAIT_S) == EXIT_DONE
+
+
+def test_only_the_part_of_a_wait_counts_in_which_the_device_is_idle(stage: Stage) -> None:
+    body = """
+    with actor.waiting(lambda: float("inf")):
+        for _ in range(10):
+            actor.keep_waiting()
+            time.sleep(0.01)
+    assert actor.board.read(0).waiting_s == 0
+    began = time.monotonic()
+    with actor.waiting(lambda: began + 0.05):
+        for _ in range(10):
+            actor.keep_waiting()
+            time.sleep(0.01)
+    waited_s = time.monotonic() - began
+    assert 0 < actor.board.read(0).waiting_s <= waited_s - 0.05
+"""
+    code, log = stage.run(body)
+    assert code == EXIT_DONE, log
+
+
+def test_an_exception_beside_the_main_thread_ends_the_process(stage: Stage) -> None:
+    code, log = stage.run(RAISE_BESIDE)
+    assert code == EXIT_FAILED
+    assert "Traceback" in log and log.endswith("RuntimeError: the thread broke\n")
+
+
+def test_an_exception_beside_ends_a_wait_for_the_exchange(stage: Stage) -> None:
+    body = RAISE_BESIDE.partition("    while")[0] + "    actor.join()"
+    code, log = stage.run(body)
+    assert code == EXIT_FAILED and log.endswith("RuntimeError: the thread broke\n")
+
+
+def test_a_thread_that_is_inside_torch_does_not_change_how_the_process_ends(stage: Stage) -> None:
+    """Joined by nobody, as a collective whose peer died; it comes back to Python while the process ends."""
+    body = """
+    import torch
+    def compute():
+        matrix = torch.ones(64, 64)
+        while True:
+            matrix @ matrix
+            actor.notices.phase(Phase.READY)
+    actor.start_thread("beside", compute)
+    while actor.board.read(0).phase != Phase.READY:
+        time.sleep(0.01)
+    raise StoppedError
+"""
+    code, log = stage.run(body)
+    assert code == EXIT_STOPPED, log
+    assert log.endswith(" I stopped\n")
+
+
+def test_sigusr1_shows_all_stacks_and_the_life_goes_on(stage: Stage) -> None:
+    body = """
+    def beside():
+        ready(actor)
+        while not actor.stopping:
+            time.sleep(0.01)
+    thread = actor.start_thread("beside", beside)
+    thread.join()
+"""
+    child = stage.start(body)
+    stage.wait_until_ready()
+    child.send_signal(signal.SIGUSR1)
+    stage.wait_until(lambda: log_has_stacks(stage.log))
+    assert child.poll() is None
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(WAIT_S) == EXIT_DONE
+
+
+def log_has_stacks(log: Path) -> bool:
+    text = log.read_text()
+    return " in beside\n" in text and " in main\n" in text
+
+
+def test_an_actor_dies_with_its_parent(stage: Stage) -> None:
+    """The parent is killed, so nothing of it can have told the actor; its pidfd tells when the actor is dead."""
+    parent = stage.spawn_parent_of(stage.command(SLEEP, "PARENT"))
+    stage.wait_until_ready()
+    pidfd = os.pidfd_open(stage.board.read(0).pid)
+    assert select.select([pidfd], [], [], 0)[0] == []
+    os.kill(parent.pid, signal.SIGKILL)
+    assert select.select([pidfd], [], [], WAIT_S)[0] == [pidfd]
+    os.close(pidfd)
+
+
+@pytest.mark.parametrize("role", ["exchange", "target", "drafter"])
+def test_an_actor_dies_with_its_parent_also_while_it_imports(
+    stage: Stage, role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An import of numpy that never ends stands for the seconds that torch takes."""
+    mark = tmp_path / "importing"
+    slow = tmp_path / "slow"
+    slow.mkdir()
+    (slow / "numpy.py").write_text(
+        f"import os, time\nopen({str(mark)!r} + '.new', 'w').write(str(os.getpid()))\n"
+        f"os.rename({str(mark)!r} + '.new', {str(mark)!r})\ntime.sleep(600)"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(slow), prepend=os.pathsep)
+    parent = stage.spawn_parent_of([sys.executable, "-m", f"services.{role}", "--parent", "PARENT"])
+    stage.wait_until(mark.exists)
+    pidfd = os.pidfd_open(int(mark.read_text()))
+    os.kill(parent.pid, signal.SIGKILL)
+    died = select.select([pidfd], [], [], WAIT_S)[0]
+    signal.pidfd_send_signal(pidfd, signal.SIGKILL) if not died else None
+    os.close(pidfd)
+    assert died == [pidfd]
+
+
+def test_an_actor_whose_parent_is_gone_already_does_not_begin(stage: Stage) -> None:
+    child = stage.start(SLEEP, parent=1)
+    assert child.wait(WAIT_S) == EXIT_FAILED
+    assert stage.log.read_text() == "" and stage.board.read(0).pid == 0
+
+
+def test_the_start_time_tells_two_lives_of_a_pid_apart() -> None:
+    child = subprocess.Popen(["sleep", "600"])
+    assert start_time(child.pid) >= start_time(os.getpid()) > 0
+    assert start_time(child.pid) == start_time(child.pid)
+    child.kill()
+    child.wait()
+    with pytest.raises(FileNotFoundError):
+        start_time(child.pid)
+
+
+def test_a_process_may_have_any_name() -> None:
+    """The name stands in parentheses before the field that counts, and may hold some itself."""
+    program = "import time; from pathlib import Path; Path('/proc/self/comm').write_text('a) b (c) 1'); print(flush=True)"
+    child = subprocess.Popen([sys.executable, "-c", program + "; time.sleep(600)"], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    with child.stdout:
+        child.stdout.readline()
+    assert "(a) b (c) 1)" in Path(f"/proc/{child.pid}/stat").read_text()
+    assert start_time(os.getpid()) <= start_time(child.pid) < start_time(os.getpid()) + 10**6
+    child.kill()
+    child.wait()

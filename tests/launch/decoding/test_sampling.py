@@ -1,0 +1,142 @@
+"""Sampling with drafts draws from the target's own distribution: exact probabilities of a tiny vocabulary, chi-square.
+
+Shapes: n samples, m tokens of each, V vocabulary.
+"""
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from launch.decoding import speculate as decoding
+from launch.decoding.answer import Limits
+from launch.decoding.sampling import GREEDY, Sampling, accept, draw, probabilities
+from launch.decoding.speculate import decode, speculate
+from services.drafter.model.model import DraftModel
+from tests.builders.targets import make_target
+
+VOCABULARY, NUM_TOKENS, NUM_SAMPLES, BATCH = 4, 4, 6000, 500
+PROMPT = [1, 3, 0]
+TINY = {"vocab_size": VOCABULARY, "initializer_range": 0.15}
+SAMPLINGS = [Sampling(1.0), Sampling(0.6), Sampling(1.3, top_p=0.8)]
+
+
+def exact_next(target: Any, text: list[int], sampling: Sampling) -> NDArray[np.float64]:
+    """Probabilities [V] of the token after a text, worked out by hand."""
+    logits = target(torch.tensor([text]), use_cache=False).logits[0, -1].double().numpy() / sampling.temperature
+    chances = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
+    kept, weight = np.zeros(VOCABULARY), 0.0
+    for token in np.argsort(-chances):
+        if weight < sampling.top_p:
+            kept[token] = chances[token]
+        weight += chances[token]
+    following: NDArray[np.float64] = kept / kept.sum()
+    return following
+
+
+@torch.inference_mode()
+def exact_joint(target: Any, sampling: Sampling) -> NDArray[np.float64]:
+    """Probabilities [V ** m] of the first tokens of an answer."""
+    joint = np.ones((VOCABULARY,) * NUM_TOKENS)
+    for texts in (product(range(VOCABULARY), repeat=length) for length in range(NUM_TOKENS)):
+        for text in texts:
+            following = exact_next(target, [*PROMPT, *text], sampling)
+            joint[text] *= following.reshape(-1, *[1] * (NUM_TOKENS - 1 - len(text)))
+    return joint.ravel()
+
+
+def count(samples: list[list[int]]) -> NDArray[np.int64]:
+    """How often each answer came: [V ** m]."""
+    numbers = np.ravel_multi_index(np.array(samples).T, (VOCABULARY,) * NUM_TOKENS)
+    return np.bincount(numbers, minlength=VOCABULARY**NUM_TOKENS)
+
+
+def chi_square(counts: NDArray[np.int64], joint: NDArray[np.float64]) -> tuple[float, float]:
+    """The statistic, cells of fewer than five expected taken together, and what it exceeds once in a thousand times."""
+    expected = joint * counts.sum()
+    rare = expected < 5
+    observed = np.append(counts[~rare], counts[rare].sum())
+    expected = np.append(expected[~rare], max(expected[rare].sum(), 1e-9))
+    freedom = len(observed) - 1
+    limit = freedom * (1 - 2 / (9 * freedom) + 3.09 * np.sqrt(2 / (9 * freedom))) ** 3  # Wilson and Hilferty 1931
+    return float(((observed - expected) ** 2 / expected).sum()), float(limit)
+
+
+def sample(target: Any, draft: DraftModel, config: Any, sampling: Sampling) -> tuple[NDArray[np.int64], float]:
+    """Counts [V ** m] of answers with drafts, and the share of drafts that stayed."""
+    answers = []
+    for start in range(0, NUM_SAMPLES, BATCH):
+        seeds = [[11, start + row] for row in range(BATCH)]
+        answers += speculate(target, draft, config.draft, [PROMPT] * BATCH, Limits(NUM_TOKENS, (), sampling), seeds).decodings
+    accepted = [number for answer in answers for number in answer.accepted]
+    return count([answer.tokens for answer in answers]), sum(accepted) / len(accepted)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_answers_with_drafts_are_distributed_as_the_targets_own(tmp_path: Path, sampling: Sampling) -> None:
+    config, target = make_target(tmp_path, "qwen3", "draft.mask_token_id=3", **TINY)
+    joint = exact_joint(target, sampling)
+    counts, kept = sample(target, DraftModel(config), config, sampling)
+    statistic, limit = chi_square(counts, joint)
+    assert statistic < limit
+    assert not counts[joint == 0].any()
+    assert 0.1 < kept < 1.5  # of at most two drafts a round: both outcomes were really met
+    plain = decode(target, [PROMPT] * BATCH, Limits(NUM_TOKENS, (), sampling)).decodings
+    statistic, limit = chi_square(count([answer.tokens for answer in plain]), joint)
+    assert statistic < limit
+
+
+def test_the_test_finds_the_usual_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refused draft is followed by a draw from p instead of from what p has over q."""
+
+    def wrong(target: Tensor, draft: Tensor, drafts: Tensor, num_drafts: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        accepted, _ = accept(target, draft, drafts, num_drafts, uniforms)
+        return accepted, draw(target[torch.arange(len(drafts)), accepted], uniforms[:, -1])
+
+    config, target = make_target(tmp_path, "qwen3", "draft.mask_token_id=3", **TINY)
+    monkeypatch.setattr(decoding, "accept", wrong)
+    counts, _ = sample(target, DraftModel(config), config, SAMPLINGS[0])
+    statistic, limit = chi_square(counts, exact_joint(target, SAMPLINGS[0]))
+    assert statistic > 2 * limit
+
+
+def test_the_same_seed_gives_the_same_answer(tmp_path: Path) -> None:
+    config, target = make_target(tmp_path, "llama")
+    draft, limits = DraftModel(config), Limits(20, (), Sampling(1.0))
+    first, again, other = (speculate(target, draft, config.draft, [[5]], limits, [seed]).decodings for seed in ([1], [1], [2]))
+    assert first == again
+    assert first != other
+
+
+def test_greedy_puts_everything_on_the_most_likely_token() -> None:
+    logits = torch.tensor([[0.1, 3.0, 2.9], [5.0, 1.0, 5.0]])
+    assert probabilities(logits, GREEDY).tolist() == [[0, 1, 0], [1, 0, 0]]
+    nearly = probabilities(logits[:1], Sampling(1e-3))
+    torch.testing.assert_close(nearly, probabilities(logits[:1], GREEDY))
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
+    logits = torch.log(torch.tensor([0.2, 0.5, 0.25, 0.05]))
+    for top_p, kept in ((0.4, [1]), (0.6, [1, 2]), (0.8, [0, 1, 2]), (0.97, [0, 1, 2, 3])):
+        found = probabilities(logits, Sampling(1.0, top_p))
+        assert found.nonzero().flatten().tolist() == kept
+        assert found.sum().item() == pytest.approx(1.0)
+
+
+def test_draws_by_inversion() -> None:
+    weights = torch.tensor([0.0, 2.0, 0.0, 6.0, 0.0], dtype=torch.float64)
+    uniforms = torch.tensor([0.0, 0.2499, 0.25, 1 - 2.0**-53], dtype=torch.float64)
+    assert draw(weights.expand(4, 5), uniforms).tolist() == [1, 1, 3, 3]
+
+
+def test_drafts_that_do_not_count_are_not_accepted() -> None:
+    chances = torch.full((2, 4, 3), 1 / 3, dtype=torch.float64)
+    drafts = torch.tensor([[0, 1, 2], [0, 1, 2]])
+    accepted, following = accept(chances, chances[:, :3], drafts, torch.tensor([3, 1]), torch.full((2, 4), 0.9).double())
+    assert accepted.tolist() == [3, 1]  # equal distributions: all stay
+    assert following.tolist() == [2, 2]
