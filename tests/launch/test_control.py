@@ -21,9 +21,9 @@ from launch import control
 from launch.alive_runs import find_alive_runs
 from launch.operate import control_messages
 from launch.operate.control_messages import Refused
+from tests.builders.huge_frames import BOUND_BYTES, peak_bytes, send_huge_frames
 from tests.builders.launched_runs import ROOT, TWO_BY_TWO, LaunchedRun
 from tests.builders.tampering import freeze, thaw
-from tests.common.huge_frames import BOUND_BYTES, peak_bytes, send_huge_frames
 
 LONG = (*TWO_BY_TWO, "plan.epochs=1000", "supervision.max_restarts=0", "evaluation.every_steps=0")
 

@@ -38,7 +38,7 @@ def test_nobody_can_change_the_size(num_bytes: int) -> None:
 
 def test_a_child_gets_it_only_when_it_is_handed_over() -> None:
     fd = memory.create("test", memory.PAGE_BYTES)
-    program = f"import os, sys; from common import memory; memory.attach({fd})[:5] = b'child'"
+    program = f"import os, sys; from common.ring import memory; memory.attach({fd})[:5] = b'child'"
     refused = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
     assert refused.returncode == 1 and b"Bad file descriptor" in refused.stderr
     subprocess.run([sys.executable, "-c", program], pass_fds=[fd], check=True)

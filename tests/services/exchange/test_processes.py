@@ -17,8 +17,8 @@ from common.data.dataset import Dataset
 from common.ring.checksum import checksum
 from common.run_dir import exchange_address
 from services.exchange.plan import Plan
+from tests.builders.huge_frames import BOUND_BYTES, peak_bytes, send_huge_frames
 from tests.builders.process_run import ProcessRun, read_record
-from tests.common.huge_frames import BOUND_BYTES, peak_bytes, send_huge_frames
 
 NUM_KILLS = 14
 BATCHES_BETWEEN_KILLS = 7
