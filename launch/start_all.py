@@ -192,10 +192,10 @@ def _say(ending: Ending, run_dir: Path, num_drafters: int, command: str) -> None
         show(f"stopped; go on with: {command}")
     show(f"report: {report_path(run_dir)}")
     if ending.cause in ("bad input", "gave up"):
-        print(f"error: {ending.reason}", file=sys.stderr)
+        show(f"error: {ending.reason}", stream=sys.stderr)
     if ending.cause == "gave up" and ending.actor:
-        print("\n".join(ending.last_lines), file=sys.stderr)
-        print(f"(all of it: {log_path(run_dir, ending.actor)})", file=sys.stderr)
+        show("\n".join(ending.last_lines), stream=sys.stderr)
+        show(f"(all of it: {log_path(run_dir, ending.actor)})", stream=sys.stderr)
 
 
 def _create_memory(topology: Topology) -> SharedFds:

@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 import time
+from typing import TextIO
 
 from common.ring.slot_table import SlotState, SlotTable
 from launch.operate.pace import Pace, format_time
@@ -13,16 +14,17 @@ _INTERVAL_S = 1.0
 _INTERVAL_PIPED_S = 10.0
 
 
-def show(text: str, end: str = "\n") -> None:
-    """Print to the standard output; where its terminal or reader is gone, this and all later text is dropped.
+def show(text: str, end: str = "\n", stream: TextIO | None = None) -> None:
+    """Print to the standard output, or to `stream`; where its terminal or reader is gone, this and all later text is dropped.
 
     A run must not die of it: SIGHUP comes with a terminal that refuses every write.
     """
+    stream = stream or sys.stdout
     try:
-        print(text, end=end, flush=True)
+        print(text, end=end, file=stream, flush=True)
     except OSError:
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
+        os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
 
 

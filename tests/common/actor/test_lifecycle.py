@@ -2,45 +2,21 @@
 
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import zmq
 
-from common import config as configuration
 from common.actor import messages
-from common.actor.board import Board, Phase, board_bytes
+from common.actor.board import Phase
 from common.actor.lifecycle import EXIT_DONE, EXIT_FAILED, EXIT_HOPELESS, EXIT_STOPPED, start_time
 from common.actor.messages import Hello, Reply, Welcome
-from common.ring import memory
 from common.run_dir import exchange_address
-from tests.builders.small_runs import make_config
+from tests.builders.actor_stage import WAIT_S, Stage
 
-WAIT_S = 30  # a hung test ends; nothing is asserted of time
-HEAD = """
-from common.actor.parent import die_with_parent
-die_with_parent()
-import os, sys, threading, time
-from common import errors
-from common.actor.board import Phase
-from common.actor.lifecycle import StoppedError, run_actor
-from common.actor.messages import Next
-
-def ready(actor):
-    actor.notices.phase(Phase.READY)
-
-def main(actor):
-"""
-TAIL = """
-run_actor("drafter", main, lambda parser: parser.add_argument("--extra"))
-"""
-SLEEP = "    ready(actor)\n    time.sleep(600)"
 RAISE_BESIDE = """
     def fail():
         raise RuntimeError("the thread broke")
@@ -50,62 +26,6 @@ RAISE_BESIDE = """
         time.sleep(0.01)
 """
 ASK = "    actor.join()\n    ready(actor)\n    actor.ask(Next(0))"
-
-
-class Stage:
-    """A run directory and a board, and the actors that are started on them."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self.run_dir = run_dir
-        configuration.write(make_config(), run_dir)
-        self.board_fd = memory.create("test-board", board_bytes(1))
-        self.board = Board(self.board_fd, 1)
-        self.log = run_dir / "log"
-        self.started: list[subprocess.Popen[bytes]] = []
-
-    def command(self, body: str, parent: str) -> list[str]:
-        line = [sys.executable, "-c", HEAD + body + TAIL, "--run-dir", str(self.run_dir), "--index", "3", "--place", "0"]
-        return [*line, "--board-fd", str(self.board_fd), "--parent", parent, "--extra", "word"]
-
-    def start(self, body: str, parent: int | None = None) -> "subprocess.Popen[bytes]":
-        return self.spawn(self.command(body, str(parent or os.getpid())))
-
-    def spawn_parent_of(self, line: list[str]) -> "subprocess.Popen[bytes]":
-        """A process that starts an actor, whose --parent is PARENT, and sleeps."""
-        program = "import os, subprocess, sys, time\n"
-        program += f"line = [str(os.getpid()) if word == 'PARENT' else word for word in {line!r}]\n"
-        program += f"subprocess.Popen(line, pass_fds=[{self.board_fd}], start_new_session=True)\ntime.sleep(600)"
-        return self.spawn([sys.executable, "-c", program])
-
-    def spawn(self, command: list[str]) -> "subprocess.Popen[bytes]":
-        with self.log.open("wb") as log:
-            child = subprocess.Popen(command, stdout=log, stderr=log, pass_fds=[self.board_fd])
-        self.started.append(child)
-        return child
-
-    def run(self, body: str) -> tuple[int, str]:
-        """Exit code and log of a whole life."""
-        code = self.start(body).wait(WAIT_S)
-        return code, self.log.read_text()
-
-    def wait_until(self, holds: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + WAIT_S
-        while not holds():
-            assert time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.01)
-
-    def wait_until_ready(self) -> None:
-        self.wait_until(lambda: self.board.read(0).phase == Phase.READY)
-
-
-@pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Stage]:
-    stage = Stage(tmp_path)
-    yield stage
-    for child in stage.started:
-        child.kill()
-        child.wait()
-    os.close(stage.board_fd)
 
 
 def test_a_life_that_comes_to_its_end(stage: Stage) -> None:
@@ -264,46 +184,6 @@ def test_sigusr1_shows_all_stacks_and_the_life_goes_on(stage: Stage) -> None:
 def log_has_stacks(log: Path) -> bool:
     text = log.read_text()
     return " in beside\n" in text and " in main\n" in text
-
-
-def test_an_actor_dies_with_its_parent(stage: Stage) -> None:
-    """The parent is killed, so nothing of it can have told the actor; its pidfd tells when the actor is dead."""
-    parent = stage.spawn_parent_of(stage.command(SLEEP, "PARENT"))
-    stage.wait_until_ready()
-    pidfd = os.pidfd_open(stage.board.read(0).pid)
-    assert select.select([pidfd], [], [], 0)[0] == []
-    os.kill(parent.pid, signal.SIGKILL)
-    assert select.select([pidfd], [], [], WAIT_S)[0] == [pidfd]
-    os.close(pidfd)
-
-
-@pytest.mark.parametrize("role", ["exchange", "target", "drafter"])
-def test_an_actor_dies_with_its_parent_also_while_it_imports(
-    stage: Stage, role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An import of numpy that never ends stands for the seconds that torch takes."""
-    mark = tmp_path / "importing"
-    slow = tmp_path / "slow"
-    slow.mkdir()
-    (slow / "numpy.py").write_text(
-        f"import os, time\nopen({str(mark)!r} + '.new', 'w').write(str(os.getpid()))\n"
-        f"os.rename({str(mark)!r} + '.new', {str(mark)!r})\ntime.sleep(600)"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(slow), prepend=os.pathsep)
-    parent = stage.spawn_parent_of([sys.executable, "-m", f"services.{role}", "--parent", "PARENT"])
-    stage.wait_until(mark.exists)
-    pidfd = os.pidfd_open(int(mark.read_text()))
-    os.kill(parent.pid, signal.SIGKILL)
-    died = select.select([pidfd], [], [], WAIT_S)[0]
-    signal.pidfd_send_signal(pidfd, signal.SIGKILL) if not died else None
-    os.close(pidfd)
-    assert died == [pidfd]
-
-
-def test_an_actor_whose_parent_is_gone_already_does_not_begin(stage: Stage) -> None:
-    child = stage.start(SLEEP, parent=1)
-    assert child.wait(WAIT_S) == EXIT_FAILED
-    assert stage.log.read_text() == "" and stage.board.read(0).pid == 0
 
 
 def test_the_start_time_tells_two_lives_of_a_pid_apart() -> None:
