@@ -156,12 +156,11 @@ def rounded_against_exact(step: Step, batch: PackedBatch) -> tuple[float, float]
 
 def packed_against_single(step: Step, num_tokens: int) -> tuple[float, float]:
     """Relative difference of the loss, and of the gradients in norm, between a batch of four documents and each alone."""
-    lengths = [int(part * num_tokens) for part in MIXED_LENGTHS]
     few = msgspec.structs.replace(step.config.train, anchors_per_document=step.config.num_anchors // 8)
     config = msgspec.structs.replace(step.config, train=few)  # so that no document takes another's anchors
-    batch = make_batch(config, lengths)
+    batch = make_batch(config, [int(part * num_tokens) for part in MIXED_LENGTHS])
     totals, gradients = [], []
-    for parts in ([batch], [alone(batch, document) for document in range(len(lengths))]):
+    for parts in ([batch], [alone(batch, document) for document in range(len(MIXED_LENGTHS))]):
         sums = StepSums(torch.zeros(StepSums.size(step.config.draft.block_size), device=DEVICE))
         for part in parts:
             blocks = choose_blocks(part.input_ids, part.loss_mask, part.cu_seqlens, part.sample_ids, 0, config)

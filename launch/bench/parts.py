@@ -25,7 +25,7 @@ from services.drafter.model.anchors import choose_blocks
 from services.drafter.model.attention import Attend, KeysValues
 from services.drafter.model.loss import frozen_head_loss, loss_head
 from services.drafter.model.step import HEAD_CHUNK_ROWS, PackedBatch
-from services.drafter.model.visibility import BlockPlaces, KeyRuns, key_runs
+from services.drafter.model.visibility import BlockAnchors, KeyRuns, key_runs
 
 _NUM_KERNELS = 30
 _CHUNKS = (1024, HEAD_CHUNK_ROWS, 2560, 3840)
@@ -58,7 +58,7 @@ def attention(config: Config, batch: PackedBatch, num_steps: int) -> Iterator[st
     """One layer's attention; its backward pass counts two and a half times the forward."""
     draft, num_context = config.draft, len(batch.input_ids)
     blocks = choose_blocks(batch.input_ids, batch.loss_mask, batch.cu_seqlens, batch.sample_ids, 0, config)
-    places = BlockPlaces(blocks.anchors, batch.cu_seqlens[blocks.documents], blocks.valid)
+    places = BlockAnchors(blocks.anchors, batch.cu_seqlens[blocks.documents], blocks.valid)
     num_rows = len(blocks.anchors) * draft.block_size
     query = random_rows(num_rows, draft.num_attention_heads, draft.head_dim)
     keys_values = [random_rows(n, draft.num_key_value_heads, draft.head_dim) for n in (num_context,) * 2 + (num_rows,) * 2]

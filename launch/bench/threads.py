@@ -114,7 +114,7 @@ class Pipeline:
             rows = read_rows(self._dataset, plan.sample_ids(batch), config.plan.bucket_lengths)
             watch = Stopwatch(device)
             taps = model.forward(upload(rows.input_ids.numpy(), device))
-            places = upload(rows.places, device)
+            places = upload(rows.token_index, device)
             packed = torch.stack([tap.flatten(0, 1)[places] for tap in taps], dim=1)
             hidden = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=pinned)
             hidden.copy_(packed, non_blocking=True)

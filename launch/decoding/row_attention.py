@@ -11,7 +11,7 @@ from torch import Tensor
 from common.config import DraftConfig
 from launch.decoding.contexts import Places
 from services.drafter.model.attention import KeysValues, visible
-from services.drafter.model.visibility import BlockPlaces, Ints, in_one_sequence, key_runs
+from services.drafter.model.visibility import BlockAnchors, Ints, in_one_sequence, key_runs
 
 
 class RowAttention:
@@ -26,7 +26,7 @@ class RowAttention:
     def __init__(self, lengths: Ints, own: Places, config: DraftConfig, sliding_window: int) -> None:
         block_size, group = config.block_size, config.num_attention_heads // config.num_key_value_heads
         numbers = np.arange(len(lengths))
-        blocks = BlockPlaces(lengths, np.zeros_like(lengths), np.ones(len(lengths), dtype=bool))
+        blocks = BlockAnchors(lengths, np.zeros_like(lengths), np.ones(len(lengths), dtype=bool))
         runs = key_runs(blocks, block_size, sliding_window, np.arange(len(lengths) * block_size))
         runs = in_one_sequence(runs, np.repeat(lengths - numbers * block_size, block_size))
         mask = visible(runs, int(lengths.max()) + block_size, own.columns.device)

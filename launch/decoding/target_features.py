@@ -28,9 +28,9 @@ class TargetFeatures:
 
     def pack(self, rows: TargetRows) -> PackedBatch:
         """Run the target on padded rows; hidden states [T, K, H] on the device."""
-        places = torch.from_numpy(rows.places).to(self._device)
+        places = torch.from_numpy(rows.token_index).to(self._device)
         checksum = torch.zeros((), dtype=torch.int64, device=self._device)
-        hidden_states = torch.empty(len(rows.places), *self._shape, dtype=self._dtype, device=self._device)
+        hidden_states = torch.empty(len(rows.token_index), *self._shape, dtype=self._dtype, device=self._device)
 
         def keep(tap_index: int, tap: Tensor) -> None:
             pack(tap, places, hidden_states[:, tap_index], checksum)

@@ -25,7 +25,7 @@ from services.drafter.model.attention import DenseAttention, KeysValues
 from services.drafter.model.frozen import load_embedding_and_head
 from services.drafter.model.model import DraftModel, Rotation, rotation
 from services.drafter.model.step import PackedBatch, block_hidden, predict_blocks
-from services.drafter.model.visibility import BlockPlaces, key_runs
+from services.drafter.model.visibility import BlockAnchors, key_runs
 
 CPU = torch.device("cpu")
 
@@ -170,7 +170,7 @@ def _far_readings(model: DraftModel, block_size: int) -> Iterator[tuple[str, Rea
     positions = torch.arange(0, FAR_ROW, FAR_STEP)
     yield from _angle_readings(model, positions, "far positions")
     yield from _angle_readings(model, positions, "far positions by the older keys")
-    places = BlockPlaces(np.array([FAR_ROW]), np.zeros(1, np.int64), np.ones(1, np.bool_))
+    places = BlockAnchors(np.array([FAR_ROW]), np.zeros(1, np.int64), np.ones(1, np.bool_))
     for index, window in enumerate(model.windows):
         runs = key_runs(places, block_size, window, np.arange(block_size))
         mask = DenseAttention(runs, FAR_ROW, block_size, CPU).mask

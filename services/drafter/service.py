@@ -1,4 +1,4 @@
-"""A drafter as a process: one rank of the training, fed from the rings of all targets."""
+"""The drafter process: one rank of the training, fed from the rings of all targets."""
 
 import logging
 import time
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 def main(actor: Actor) -> None:
-    """The body of `python -m services.drafter`."""
+    """Run one drafter until the end of the training."""
     config = actor.config
     torch.set_num_threads(config.drafters.num_threads)
     device = take_device(config.drafters.devices[actor.index], "drafters.devices")

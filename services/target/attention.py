@@ -27,7 +27,7 @@ def leave_out_masks(decoder: PreTrainedModel) -> None:
 
 
 def layer_kinds(config: PretrainedConfig) -> list[str]:
-    """One per layer, as transformers names them; older configurations have one for all."""
+    """Return the kind of each layer in transformers' names; older configurations have one kind for all."""
     kinds: list[str] | None = getattr(config, "layer_types", None)
     if kinds:
         return kinds

@@ -14,7 +14,7 @@ Keep = Callable[[int, torch.Tensor], None]  # number of the tap, tap [B, S, H]
 
 
 class Capture:
-    """Hands on what the tapped layers return, the raw layer outputs before any final norm."""
+    """Passes on the outputs of the tapped layers, before any final norm."""
 
     def __init__(self, layers: nn.ModuleList, tap_layers: Sequence[int]) -> None:
         self._keep: Keep | None = None

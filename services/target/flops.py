@@ -37,19 +37,19 @@ class ForwardFlops:
         self._windows = [window if kind == "sliding_attention" else 0 for kind in kinds if kind in _ATTENDING]
 
     def of(self, lengths: NDArray[np.integer]) -> float:
-        """Of one batch of documents of these lengths; padding costs time but is not counted."""
+        """Count a batch of documents of these lengths; padding costs time but is not counted."""
         tokens = lengths.astype(np.float64)
         pairs = sum(_num_causal_pairs(tokens, window) for window in self._windows)
         return self._per_token * float(tokens.sum()) + self._per_pair * pairs
 
 
 def peak_flops_per_s(device_name: str) -> float | None:
-    """What a GPU of this name can do at most, or None where it is not known."""
+    """Return the peak of a GPU of this name, or None if it is not known."""
     return next((peak for name, peak in PEAK_FLOPS_PER_S.items() if name in device_name), None)
 
 
 def _recurrence(config: Any) -> float:
-    """Of a token in the recurrence of one layer, step by step; 0 for a kind that is not known, which counts its products only.
+    """Count a token in the recurrence of one layer; 0 for an unknown kind, of which only the matrix products are counted.
 
     A gated delta rule (arXiv 2412.06464) takes S k, the update of S by an outer product, and S q; Mamba 2 (arXiv 2405.21060)
     the update and the reading.
@@ -62,6 +62,6 @@ def _recurrence(config: Any) -> float:
 
 
 def _num_causal_pairs(tokens: NDArray[np.float64], window: int) -> float:
-    """T (T + 1) / 2 per document, less what lies outside the window."""
+    """Count T (T + 1) / 2 pairs per document, less those outside the window."""
     beyond = np.maximum(tokens - window, 0.0) if window else np.zeros_like(tokens)
     return float((tokens * (tokens + 1) - beyond * (beyond + 1)).sum()) / 2

@@ -1,4 +1,4 @@
-"""Where a target's time goes: a line of figures per batch in its metrics, a sentence in its log now and then.
+"""Time and throughput of a target: a line of metrics per batch, a summary in its log every minute.
 
 Seconds of the host: waiting_for_work, waiting_for_slot, waiting_for_staging (the device is behind: nothing is lost), read,
 launch, publish. Seconds of the device: upload, forward, pack, copy, and idle, between one batch and the next.
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Health:
-    """Belongs to the publisher's thread, which sees every batch when the device is done with it."""
+    """Metrics of the batches; used by the publisher's thread, which sees each batch when the device has finished it."""
 
     def __init__(self, metrics: MetricsWriter, flops: ForwardFlops, device: torch.device) -> None:
         self._metrics = metrics
@@ -44,7 +44,7 @@ class Health:
         copied_s: float,
         laps_s: dict[str, float],
     ) -> None:
-        """Take the figures of one batch.
+        """Write the metrics of one batch.
 
         Args:
             batch: its number in the sequence.
@@ -77,14 +77,14 @@ class Health:
             self._reported_s = copied_s
 
     def _memory(self) -> dict[str, int]:
-        """Of the allocator; both stay as they were after the warm-up."""
+        """Return the allocator's counters; both stay constant after the warm-up."""
         if self._device.type != "cuda":
             return {}
         stats = torch.cuda.memory_stats(self._device)
         return {"reserved_bytes": stats["reserved_bytes.all.current"], "num_device_allocs": stats["num_device_alloc"]}
 
     def _report(self) -> None:
-        """What the last minute went into, in shares of it."""
+        """Log the throughput of the last minute and the shares of its time."""
         sums, interval_s = self._sums, self._sums["interval_s"]
         shares = ", ".join(f"{name.replace('_', ' ')} {sums[f'{name}_s'] / interval_s:.1%}" for name in _SHARES)
         utilisation = f", {sums['flops'] / interval_s / self._peak:.1%} of peak" if self._peak else ""

@@ -5,9 +5,9 @@ it cannot run. The short convolution before it comes from the package causal-con
 convolution and an activation, both through memory. flash-linear-attention holds the same convolution as one Triton
 kernel. So both functions are replaced, in the module of transformers that calls them by name, by a choice of device.
 
-torch.compile cannot look into kernels that tune themselves: a compiled layer would fall apart around them. It finds
-both functions as operators of torch instead, of which it knows only the shape of the output, and compiles the rest whole.
-The norm of queries and keys belongs to the rest then: the kernel for it tunes itself anew for every range of tokens.
+torch.compile cannot look into kernels that tune themselves: a compiled layer would fall apart around them. So both
+functions are operators of torch while a layer is compiled: torch knows only the shape of their output and compiles the
+layer as one graph. The norm of queries and keys is compiled too, since its kernel tunes itself for every range of tokens.
 
 B rows, S padded length, C channels, W width of the convolution, N heads, D head size; of keys and of values.
 """
@@ -69,7 +69,7 @@ def causal_convolution(
 
 
 def _modules_of_layers(decoder: PreTrainedModel) -> list[ModuleType]:
-    """Where transformers defines the linear-attention layers of `decoder`."""
+    """Return the modules of transformers that define the linear-attention layers of `decoder`."""
     names = {type(layer).__module__ for layer in decoder.modules() if type(layer).__name__.endswith("GatedDeltaNet")}
     return [sys.modules[name] for name in sorted(names)]
 
@@ -86,13 +86,13 @@ def _need_kernels(model_type: str) -> None:
 
 def _choose_by_device(module: ModuleType, name: str, on_gpu: Callable[..., Any]) -> None:
     """Replace a function of `module` by one that runs `on_gpu` for tensors there, and transformers' torch code elsewhere."""
-    given, place, in_graph = getattr(module, name), module.__name__, _IN_GRAPH[name]
+    given, module_name, in_graph = getattr(module, name), module.__name__, _IN_GRAPH[name]
     torch_code = inspect.unwrap(given)
 
     @functools.wraps(given)
     def chosen(tensor: torch.Tensor, *arguments: object, **settings: object) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            return in_graph(place, tensor, *arguments, **settings)
+            return in_graph(module_name, tensor, *arguments, **settings)
         return (on_gpu if tensor.is_cuda else torch_code)(tensor, *arguments, **settings)
 
     setattr(module, name, chosen)
@@ -100,20 +100,20 @@ def _choose_by_device(module: ModuleType, name: str, on_gpu: Callable[..., Any])
 
 @torch.library.custom_op("headrace::causal_convolution", mutates_args=())
 def _convolve(
-    place: str, hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
+    module_name: str, hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
 ) -> torch.Tensor:
-    """[B, C, S] and [C, W] -> [B, S, C], contiguous, by the function chosen in the module `place`."""
-    chosen = getattr(sys.modules[place], _CONVOLUTION)
+    """[B, C, S] and [C, W] -> [B, S, C], contiguous, by the function chosen in the module `module_name`."""
+    chosen = getattr(sys.modules[module_name], _CONVOLUTION)
     convolved: torch.Tensor = chosen(hidden_states, weight, bias, activation=activation)
     return convolved.transpose(1, 2).contiguous()
 
 
 @torch.library.custom_op("headrace::gated_delta_rule", mutates_args=())
 def _apply_delta_rule(
-    place: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+    module_name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
 ) -> torch.Tensor:
     """[B, S, N, D] each, decay and step size [B, S, N] -> [B, S, N, D] of the values, contiguous."""
-    chosen = getattr(sys.modules[place], _DELTA_RULE)
+    chosen = getattr(sys.modules[module_name], _DELTA_RULE)
     output: torch.Tensor
     output, _ = chosen(query, key, value, g=g, beta=beta)
     return output.contiguous()
@@ -121,7 +121,7 @@ def _apply_delta_rule(
 
 @_convolve.register_fake
 def _shape_convolution(
-    place: str, hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
+    module_name: str, hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
 ) -> torch.Tensor:
     num_rows, channels, length = hidden_states.shape
     return hidden_states.new_empty(num_rows, length, channels)
@@ -129,26 +129,26 @@ def _shape_convolution(
 
 @_apply_delta_rule.register_fake
 def _shape_delta_rule(
-    place: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+    module_name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
 ) -> torch.Tensor:
     return value.new_empty(value.shape)
 
 
 def _convolve_in_graph(
-    place: str,
+    module_name: str,
     hidden_states: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     activation: str | None = None,
     **_: object,
 ) -> torch.Tensor:
-    """As transformers calls it while a layer is compiled."""
-    convolved: torch.Tensor = _convolve(place, hidden_states, weight, bias, activation)
+    """Replace transformers' function of this signature while a layer is compiled."""
+    convolved: torch.Tensor = _convolve(module_name, hidden_states, weight, bias, activation)
     return convolved.transpose(1, 2)
 
 
 def _delta_rule_in_graph(
-    place: str,
+    module_name: str,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -159,9 +159,9 @@ def _delta_rule_in_graph(
     use_qk_l2norm_in_kernel: bool = False,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """As transformers calls it while a layer is compiled; a target keeps no state from batch to batch."""
+    """Replace transformers' function of this signature while a layer is compiled; a target keeps no state between batches."""
     assert use_qk_l2norm_in_kernel and initial_state is None and not output_final_state
-    return _apply_delta_rule(place, _normalise(query), _normalise(key), value, g, beta), None
+    return _apply_delta_rule(module_name, _normalise(query), _normalise(key), value, g, beta), None
 
 
 def _normalise(heads: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ _NUM_NAMED = 3  # tensors in an error
 
 
 def load_decoder(config: Config, device: torch.device) -> PreTrainedModel:
-    """The embedding and the layers up to the last tap of `config.model.path`, on `device`; with random_init, made up.
+    """Load the embedding and the layers up to the last tap of `config.model.path` to `device`; with random_init, make them.
 
     Raises:
         ModelError: the folder or its weights are missing or damaged, or the architecture is not supported.
@@ -60,7 +60,7 @@ def load_decoder(config: Config, device: torch.device) -> PreTrainedModel:
 
 
 def _read_text_config(folder: Path) -> PretrainedConfig:
-    """The configuration of the text decoder, looked up inside the wrapper of a multimodal model."""
+    """Read the configuration of the text decoder, also from inside the wrapper of a multimodal model."""
     if not (folder / "config.json").is_file():
         raise ModelError(f"model.path: needed a model folder with config.json, found none in {folder}")
     try:
@@ -78,7 +78,7 @@ def _cut(text_config: PretrainedConfig, num_layers: int) -> None:
 
 
 def _import_code(text_config: PretrainedConfig) -> None:
-    """What transformers would import on the way: seconds, with the kernels of a hybrid model."""
+    """Import the model's code now, to time it apart: it takes seconds with the kernels of a hybrid model."""
     try:
         MODEL_MAPPING[type(text_config)]
     except KeyError as error:
@@ -138,7 +138,7 @@ def _shorten(names: list[str]) -> str:
 def _make_random(
     text_config: PretrainedConfig, std: float, seed: int, device: torch.device, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """Each parameter from the seed and its own name; buffers, such as inv_freq, as the model computes them."""
+    """Make each parameter from the seed and its own name; the model computes buffers such as inv_freq."""
     with device:
         decoder: PreTrainedModel = AutoModel.from_config(  # type: ignore[no-untyped-call]
             text_config, dtype=dtype, attn_implementation="sdpa"

@@ -25,7 +25,7 @@ class TargetModel:
         if not isinstance(layers, nn.ModuleList):
             raise ModelError(f"model.path: needed a decoder with a list `layers`, found {type(decoder).__name__}")
         decoder.train(False).requires_grad_(False)
-        decoder.norm = nn.Identity()  # nobody reads what follows the last tap
+        decoder.norm = nn.Identity()  # not needed: nothing reads past the last tapped layer
         leave_out_masks(decoder)
         self.decoder = decoder
         self._layers = layers
@@ -66,21 +66,21 @@ class TargetModel:
     def run(self, input_ids: torch.Tensor, keep: Keep) -> None:
         """Launch the forward of int64 [B, S]; `keep` gets every tap [B, S, H] in the model's dtype as soon as it exists.
 
-        What stands after a row's real tokens changes nothing before it, so the padding may hold any id. The launching
+        Layers are causal: padding after a row's real tokens changes nothing before it, so it may hold any id. The launching
         thread never waits for the device.
         """
         self._capture.start(keep)
         self.decoder(input_ids=input_ids, use_cache=False)
 
     def forward(self, input_ids: torch.Tensor) -> list[torch.Tensor]:
-        """int64 [B, S] -> K tensors [B, S, H] in the model's dtype, one per tap in ascending order, all kept."""
+        """Run int64 [B, S]; returns K tensors [B, S, H] in the model's dtype, one per tap in ascending order."""
         taps: list[torch.Tensor] = []
         self.run(input_ids, lambda tap_index, tap: taps.append(tap))
         return taps
 
     @torch.inference_mode()
     def touch(self, input_ids: torch.Tensor) -> None:
-        """Launch the first layers only, as many as have every kind of layer: what tunes itself for a shape does it here."""
+        """Launch the first layers only, up to one of every kind, so that kernels tune themselves for this shape."""
         kinds = layer_kinds(self.decoder.config)
         depth = max(kinds.index(kind) for kind in set(kinds)) + 1
         self._capture.start(lambda tap_index, tap: None)

@@ -1,7 +1,7 @@
-"""From the packed taps to an announced slot, without holding up the next forward.
+"""Copy packed taps to slots and announce the slots, without delaying the next forward.
 
     main thread        forward and pack into a staging buffer (its stream) -> copy to the slot (copy stream) -> mark
-    publisher thread   wait for the mark -> seal the header -> SlotReady until answered -> figures
+    publisher thread   wait for the mark -> seal the header -> SlotReady until answered -> metrics
 
 Staging buffers are made at start and used again only after their mark: nothing else protects them.
 """
@@ -39,7 +39,7 @@ class _Flight(NamedTuple):
 
 
 class Publisher:
-    """Copies and announces; knows which leases are not answered for yet."""
+    """Copies batches to slots and announces them."""
 
     def __init__(
         self,
@@ -60,23 +60,23 @@ class Publisher:
             self._free.put(staging)
         self._flights: Queue[_Flight] = Queue()
         self._held: set[tuple[int, int]] = set()
-        self._num_copying = 0  # sent, and not yet in their slots
+        self._num_copying = 0  # batches sent whose copy is not finished
         self._idle_since = 0.0
         self._lock = threading.Lock()
         actor.start_thread("publisher", self._announce)
 
     def held(self) -> list[Held]:
-        """The leases that were granted and not yet announced for certain."""
+        """Return the leases whose announcement has not been answered."""
         with self._lock:
             return [Held(slot, generation) for slot, generation in sorted(self._held)]
 
     def idle_since(self) -> float:
-        """When the last batch that was sent had been computed and copied (CLOCK_MONOTONIC); inf while one has not."""
+        """Return the time (CLOCK_MONOTONIC) at which the last sent batch was in its slot; inf while one is not."""
         with self._lock:
             return math.inf if self._num_copying else self._idle_since
 
     def take_staging(self, lease: Lease) -> Staging:
-        """Room for the batch of a lease; waits while the device still works on all of them: no waiting for others."""
+        """Return a free staging buffer for the batch of a lease; waits only for this device."""
         with self._lock:
             self._held.add((lease.slot, lease.generation))
         while True:
@@ -86,14 +86,14 @@ class Publisher:
                 self._actor.keep_waiting()
 
     def send(self, lease: Lease, rows: TargetRows, staging: Staging, host_laps_s: dict[str, float]) -> None:
-        """Bring a batch, whose forward was launched, on its way to its slot; waits for nothing."""
+        """Start the copy of a batch, whose forward is launched, to its slot; waits for nothing."""
         with self._lock:
             self._num_copying += 1
-        slot = self._writer.open(lease.slot, len(rows.places), len(rows.packed.sample_ids))
+        slot = self._writer.open(lease.slot, len(rows.token_index), len(rows.packed.sample_ids))
         copied = staging.copy_to(slot, self._copies)
         faults.reach("target.mid_copy")
-        for place, array in zip(slot.rows, rows.packed, strict=True):
-            place[:] = array
+        for view, array in zip(slot.rows, rows.packed, strict=True):
+            view[:] = array
         self._flights.put(_Flight(lease, rows, staging, slot, copied, host_laps_s))
 
     def _announce(self) -> None:

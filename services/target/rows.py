@@ -17,10 +17,10 @@ from common.ring.ring import Rows
 
 
 class TargetRows(NamedTuple):
-    """A batch as the target runs it and as the drafter receives it."""
+    """A batch in the form that the target runs and in the form that the drafter receives."""
 
     input_ids: torch.Tensor  # int64 [B, S] on the CPU, right-padded with 0
-    places: NDArray[np.int32]  # [T], the number of each real token among the B * S
+    token_index: NDArray[np.int32]  # [T], of each real token in B * S
     packed: Rows
 
 
@@ -39,11 +39,11 @@ def read_rows(dataset: Dataset | HeldOut, sample_ids: Sequence[int], bucket_leng
 def make_rows(
     tokens: Sequence[NDArray[np.integer]], masks: Sequence[NDArray[np.generic]], sample_ids: Sequence[int], padded_length: int
 ) -> TargetRows:
-    """The rows of documents: tokens and loss mask of each, no longer than `padded_length`."""
+    """Make the rows of documents from tokens and loss mask of each, no longer than `padded_length`."""
     lengths = [len(row) for row in tokens]
     padded = np.zeros((len(tokens), padded_length), np.int64)
-    for place, row in zip(padded, tokens, strict=True):
-        place[: len(row)] = row
+    for target, row in zip(padded, tokens, strict=True):
+        target[: len(row)] = row
     position_ids = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
     packed = Rows(
         input_ids=np.concatenate(tokens),

@@ -1,4 +1,4 @@
-"""A target as a process: asks for work, runs the frozen model, fills a slot of its own ring."""
+"""The target process: request work, run the frozen model, fill a slot of its own ring."""
 
 import logging
 import time
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class TargetService:
-    """The loop of a target; the river's first half."""
+    """The loop of a target: the first half of the pipeline."""
 
     def __init__(self, actor: Actor) -> None:
         config = actor.config
@@ -56,7 +56,7 @@ class TargetService:
         self._publisher = Publisher(actor, writer, stagings, health, self._device, welcome.plan_hash)
 
     def run(self) -> None:
-        """Work until told to stop, which ends it by StoppedError; a target never knows when the run is over."""
+        """Work until StoppedError is raised; a target is stopped from outside, also at the end of the run."""
         self._actor.notices.phase(Phase.READY)
         bucket_lengths = self._actor.config.plan.bucket_lengths
         while True:
@@ -71,10 +71,10 @@ class TargetService:
             self._model.run(staging.upload(rows), staging.keep)
             clock.lap("launch_s")
             self._publisher.send(lease, rows, staging, clock.laps_s())
-            self._actor.notices.add(num_batches=1, num_tokens=len(rows.places))
+            self._actor.notices.add(num_batches=1, num_tokens=len(rows.token_index))
 
     def _next_lease(self) -> Lease:
-        """Waits for a free slot of the ring, or for a batch that is still needed."""
+        """Wait for a free slot of the ring and a batch that is still needed."""
         reply = self._actor.ask(Work(self._publisher.held()), self._publisher.idle_since)
         if not isinstance(reply, Lease):
             raise ProtocolError(f"Work: needed Lease, found {reply}")
@@ -82,5 +82,5 @@ class TargetService:
 
 
 def main(actor: Actor) -> None:
-    """The body of `python -m services.target`."""
+    """Run one target until it is stopped."""
     TargetService(actor).run()

@@ -1,4 +1,4 @@
-"""How many tokens a second a target makes, measured once after the warm-up where the anchor budget depends on it."""
+"""Speed of a target in tokens per second, measured once after the warm-up if the anchor budget depends on it."""
 
 import logging
 import time
@@ -18,9 +18,9 @@ log = logging.getLogger(__name__)
 def measure_speed(
     model: TargetModel, staging: Staging, shapes: Sequence[BatchShape], device: torch.device, check: Callable[[], None]
 ) -> float:
-    """Tokens per second over an epoch's batches of these shapes, forward and packing; copies run beside them.
+    """Return tokens per second over an epoch's batches of these shapes, forward and packing; copies run beside them.
 
-    The tokens are random: measured with zeros alone, an 8B target promised 13 % more than it then made.
+    The tokens are random: a GPU computes faster with constant ones, so the measurement would promise too much.
 
     Args:
         model: warmed up.

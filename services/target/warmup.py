@@ -1,4 +1,4 @@
-"""The first forwards of a target: every kernel loaded, tuned or compiled and every buffer made before the first lease.
+"""Warm-up of a target: load, tune and compile every kernel and make every buffer before the first lease.
 
 On a GPU each shape of the plan runs once, largest first, so that later ones find their memory. Kernels of
 flash-linear-attention tune themselves for each number of rows and each range of tokens in a batch: the lengths between are
@@ -69,7 +69,7 @@ class WarmUp:
         return stagings
 
     def _try(self, layout: SlotLayout, shapes: Sequence[BatchShape], check: Callable[[], None]) -> list[Staging] | None:
-        """None where the memory does not suffice."""
+        """Make staging buffers and run the shapes; None if the memory does not suffice."""
         try:
             stagings = [Staging(layout, self._device) for _ in range(NUM_STAGINGS)]
             for shape in shapes:
@@ -97,7 +97,7 @@ class WarmUp:
         return ConfigError(f"plan.max_tokens_per_batch: needed at most {tokens}, all {memory}, found {found}")
 
     def _fitting_tokens(self, check: Callable[[], None]) -> int:
-        """Tokens of the largest batch that fits, found by what smaller ones take and then tried; 0 where none does."""
+        """Return the tokens of the largest batch that fits, extrapolated from small ones and then tried; 0 if none fits."""
         small, large = (self._peak_bytes(tokens) for tokens in (_STEP_TOKENS, 2 * _STEP_TOKENS))
         if small is None or large is None:
             return 0
@@ -110,7 +110,7 @@ class WarmUp:
         return tokens
 
     def _peak_bytes(self, tokens: int) -> int | None:
-        """What a batch takes at most, weights and staging included; None where it does not fit. Only B * S counts."""
+        """Return the peak memory of a batch, with weights and staging, or None if it does not fit. It depends on B * S only."""
         _free_cached_memory()
         torch.cuda.reset_peak_memory_stats(self._device)
         layout = msgspec.structs.replace(self._layout, capacity_tokens=tokens)
@@ -119,7 +119,7 @@ class WarmUp:
 
 
 def shapes_between(shapes: Sequence[BatchShape], bucket_lengths: Sequence[int]) -> list[BatchShape]:
-    """For every range of tokens that a batch can have and none of `shapes` has: the largest batch of that range.
+    """Return the largest batch of every range of tokens that a batch can have and none of `shapes` has.
 
     Args:
         shapes: the longest rows of each bucket and number of rows.
@@ -139,7 +139,7 @@ def shapes_between(shapes: Sequence[BatchShape], bucket_lengths: Sequence[int]) 
 
 
 def _make_rows(shape: BatchShape) -> TargetRows:
-    """Rows without padding, the most that a batch of that shape can hold."""
+    """Make rows without padding: the fullest batch of that shape."""
     tokens = [np.zeros(shape.length, np.int32)] * shape.num_rows
     return make_rows(tokens, tokens, range(shape.num_rows), shape.length)
 

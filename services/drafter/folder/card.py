@@ -1,4 +1,4 @@
-"""The README of an exported drafter: what it drafts for, what it was trained on, what it is worth, how it is served."""
+"""README of an exported drafter: its target, training data, acceptance, and the commands to serve it."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from services.drafter.folder.engine_config import LayoutName
 
 
 def write_card(config: Config, step: int, evaluation: Evaluation | None, layout: LayoutName) -> str:
-    """The text; no path of the machine that trained stands in it.
+    """Return the text; it holds no path of the machine that trained.
 
     Args:
         config: the configuration of the run.

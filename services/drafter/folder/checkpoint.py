@@ -27,7 +27,7 @@ DAMAGED = ".damaged"  # suffix of a folder that is no checkpoint any more
 
 
 class DraftIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a draft model is: weights of another identity are not its weights."""
+    """Identity of a draft model; weights of another identity do not fit it."""
 
     block_size: int
     mask_token_id: int
@@ -75,7 +75,7 @@ def draft_identity(config: Config) -> DraftIdentity:
 
 
 def checkpoint_folder(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint of an optimizer step lies."""
+    """Return the folder of the checkpoint of an optimizer step."""
     return run_dir / "checkpoints" / f"step-{step:08d}"
 
 

@@ -38,10 +38,10 @@ class Drafter:
     """A drafter folder as it was found.
 
     Attributes:
-        folder: where it lies.
+        folder: its path.
         layout: "dflash", "speculators" or "torchspec".
-        settings: what it states, under the names of `DraftConfig` and `TargetShape`; what it leaves open is absent.
-        foreign: what it states that this draft model does not compute, one line each.
+        settings: its settings under the names of `DraftConfig` and `TargetShape`; a setting that it does not state is absent.
+        foreign: its settings that this draft model does not compute, one line each.
         tensors: our name of every tensor -> its own.
     """
 
@@ -64,7 +64,7 @@ class Drafter:
             raise CheckpointError(f"{self.folder}: cannot be read: {error}") from error
 
     def misfits(self, config: Config) -> list[str]:
-        """What does not fit the draft model and the target of `config`: setting or tensor, needed and found; [] if all fits."""
+        """List the settings and tensors that do not fit the draft model and target of `config`, with needed and found."""
         needed = {key: getattr(config.draft, key) for key in _OF_DRAFT} | {
             key: getattr(config.shape, key) for key in _OF_TARGET
         }
@@ -76,7 +76,7 @@ class Drafter:
         return [*self.foreign, *lines, *differing_shapes(tensor_shapes(config), self.shapes)]
 
     def on(self, config: Config) -> Config:
-        """`config` with the draft model that this folder states, whether or not it fits the run."""
+        """Return `config` with the draft model that this folder states, even if it does not fit the run."""
         settings, shape = dict(self.settings), config.shape
         draft = {key: settings[key] for key in _OF_DRAFT if key in settings}
         target = {key: settings[key] for key in ("rms_norm_eps", "rope_theta") if key in settings}
@@ -87,7 +87,7 @@ class Drafter:
         )
 
     def weights(self) -> dict[str, Tensor]:
-        """Every tensor under our name, in float32, on the CPU. CheckpointError where a file is damaged."""
+        """Read every tensor under our name, in float32, on the CPU; CheckpointError if a file is damaged."""
         try:
             tensors = read_tensors(self.folder, self.tensors.values(), torch.device("cpu"), torch.float32)
         except ModelError as error:
@@ -95,14 +95,14 @@ class Drafter:
         return {ours: tensors[theirs] for ours, theirs in self.tensors.items()}
 
     def build(self, config: Config) -> DraftModel:
-        """The draft model as this folder states it, in `config.draft.dtype`, on the CPU; `config` fills in the rest."""
+        """Build the draft model that this folder states, in `config.draft.dtype`, on the CPU; `config` fills the gaps."""
         model = DraftModel(self.on(config))
         model.load_state_dict(self.weights())
         return model.eval()
 
 
 def read_drafter(folder: Path) -> Drafter:
-    """Read what a folder of any known layout says of itself; no tensor is read.
+    """Read the settings and tensor names of a folder of any known layout; no tensor is read.
 
     Raises:
         CheckpointError: no config.json or no safetensors, or one that is damaged.
@@ -114,14 +114,14 @@ def read_drafter(folder: Path) -> Drafter:
         raise CheckpointError(str(error)) from error
     layout = detect(content, names)
     own = sorted(name for name in names if not name.endswith(TARGETS_TENSORS) and not name.endswith("inv_freq"))
-    foreign = [f"{place}: needed {needed}, found {found}" for place, needed, found in find_foreign(content, layout)]
+    foreign = [f"{key}: needed {needed}, found {found}" for key, needed, found in find_foreign(content, layout)]
     tensors = {layout.renamed.get(name, name): name for name in own}
     drafter = Drafter(folder, layout.name, read_settings(content, layout), foreign, tensors)
     return replace(drafter, settings=_with_taps(drafter))
 
 
 def read_fitting_drafter(folder: Path, config: Config) -> Drafter:
-    """As `read_drafter`; CheckpointError also where it is not the draft model of `config`: every difference is named."""
+    """Read a drafter that must be the draft model of `config`; CheckpointError names every difference."""
     drafter = read_drafter(folder)
     if misfits := drafter.misfits(config):
         raise CheckpointError(f"{folder} ({drafter.layout} layout) does not fit: {'; '.join(misfits)}")
@@ -129,12 +129,12 @@ def read_fitting_drafter(folder: Path, config: Config) -> Drafter:
 
 
 def load_drafter(folder: Path, config: Config) -> DraftModel:
-    """The draft model of a folder, in `config.draft.dtype`, on the CPU. CheckpointError as `read_fitting_drafter`."""
+    """Load the draft model of a folder, in `config.draft.dtype`, on the CPU; raises as `read_fitting_drafter` does."""
     return read_fitting_drafter(folder, config).build(config)
 
 
 def tensor_shapes(config: Config) -> dict[str, list[int]]:
-    """Every tensor of a draft model and its shape: 3 and 11 per layer, 58 for five layers.
+    """Return the shape of every tensor of a draft model: 3 and 11 per layer, 58 for five layers.
 
     H hidden, I intermediate, K taps, D head_dim, Hq query heads, Hkv key and value heads.
     """
@@ -160,13 +160,13 @@ def tensor_shapes(config: Config) -> dict[str, list[int]]:
 
 
 def differing_shapes(needed: dict[str, list[int]], found: dict[str, list[int]]) -> list[str]:
-    """One line per tensor that is missing, superfluous or of another shape."""
+    """Return a line per tensor that is missing, superfluous or of another shape."""
     names = sorted(name for name in needed.keys() | found.keys() if needed.get(name) != found.get(name))
     return [f"tensor {name}: needed {needed.get(name)}, found {found.get(name)}" for name in names]
 
 
 def _with_taps(drafter: Drafter) -> Content:
-    """Where the ids are left out they follow from z-lab's rule: SpecForge and TorchSpec compute them so, too."""
+    """Add tap ids that a folder leaves out by z-lab's rule, which SpecForge and TorchSpec follow too."""
     settings, shape = drafter.settings, drafter.shapes.get("fc.weight")
     if "tap_layers" in settings or not shape or not {"num_hidden_layers", "hidden_size"} <= settings.keys():
         return settings

@@ -32,12 +32,12 @@ def durable_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
     except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
-        _say_what_the_disk_said(folder, error)
+        _raise_disk_error(folder, error)
         raise
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Replace a file inside a folder that is there already; CheckpointError as above, and the old file stays."""
+    """Replace a file inside a folder that is there already; CheckpointError if the disk refuses, and the old file stays."""
     aside = path.with_name(path.name + ASIDE)
     try:
         aside.write_bytes(content)
@@ -46,17 +46,17 @@ def replace_file(path: Path, content: bytes) -> None:
         _sync(path.parent)
     except BaseException as error:
         aside.unlink(missing_ok=True)
-        _say_what_the_disk_said(path, error)
+        _raise_disk_error(path, error)
         raise
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder in such a way that half of it is never seen under its name."""
+    """Remove a folder; it loses its name first, so nobody sees half of it."""
     shutil.rmtree(_set_aside(folder), ignore_errors=True)
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Remove what killed processes left aside, in `parent` and in the folders there."""
+    """Remove partial folders and files of killed processes, in `parent` and in the folders there."""
     for leftover in parent.glob(f"*{ASIDE}"):
         shutil.rmtree(leftover)
     for leftover in parent.glob(f"*/*{ASIDE}"):
@@ -64,7 +64,7 @@ def remove_leftovers(parent: Path) -> None:
 
 
 def _set_aside(folder: Path) -> Path:
-    """Take the name from a folder, if there is one; returns where it lies now."""
+    """Rename a folder, if there is one; returns its new path."""
     aside = folder.with_name(f".{folder.name}{ASIDE}")
     shutil.rmtree(aside, ignore_errors=True)
     if folder.exists():
@@ -86,14 +86,14 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _say_what_the_disk_said(path: Path, error: BaseException) -> None:
+def _raise_disk_error(path: Path, error: BaseException) -> None:
     cause = _disk_error(error)
     if cause:
         raise CheckpointError(f"{path}: not written: {cause.strerror}; {_free_space(path)}") from error
 
 
 def _disk_error(error: BaseException) -> OSError | None:
-    """The OSError that an error is, or hides: `torch.save` turns "no space left" into a RuntimeError of its own."""
+    """Return the OSError behind an error: `torch.save` turns "no space left" into a RuntimeError of its own."""
     link: BaseException | None = error if isinstance(error, OSError | RuntimeError) else None
     while link is not None and not isinstance(link, OSError):
         link = link.__context__

@@ -15,12 +15,12 @@ LayoutName = Literal["dflash", "speculators"]
 
 
 def engine_config(config: Config, layout: LayoutName) -> dict[str, Any]:
-    """The content of config.json."""
+    """Return the content of config.json."""
     return dflash_config(config) if layout == "dflash" else speculators_config(config)
 
 
 def dflash_config(config: Config) -> dict[str, Any]:
-    """z-lab's layout, which vLLM and SGLang load: Qwen3's keys, and the drafter's own in `dflash_config`."""
+    """Return z-lab's layout, which vLLM and SGLang load: Qwen3's keys, and the drafter's own in `dflash_config`."""
     draft = config.draft
     own = {
         "architectures": ["DFlashDraftModel"],
@@ -37,7 +37,7 @@ def dflash_config(config: Config) -> dict[str, Any]:
 
 
 def speculators_config(config: Config) -> dict[str, Any]:
-    """The layout of vllm-project/speculators: Qwen3's keys in `transformer_layer_config`, tap ids one higher."""
+    """Return the layout of vllm-project/speculators: Qwen3's keys in `transformer_layer_config`, tap ids one higher."""
     draft, vocab_size = config.draft, config.shape.vocab_size
     return {
         "architectures": ["DFlashSpeculator"],
@@ -60,7 +60,7 @@ def speculators_config(config: Config) -> dict[str, Any]:
 
 
 def _decoder_config(config: Config) -> dict[str, Any]:
-    """The keys of transformers' Qwen3."""
+    """Return the keys of transformers' Qwen3."""
     draft, shape = config.draft, config.shape
     sliding = "sliding_attention" in draft.layer_types
     return {

@@ -57,7 +57,7 @@ def write_drafter(
     layout: LayoutName = "dflash",
     check: Callable[[Path], object] = lambda folder: None,
 ) -> None:
-    """As `export`; weights on the CPU, all of one type, are written in that type, and the README.md says `card`."""
+    """Write weights (on the CPU, all of one type) in their own type, with `card` as the README.md; else like `export`."""
     _check_replaceable(folder)
     _check_shapes(folder, weights, tensor_shapes(config))
     ordered = {name: weights[name].contiguous() for name in tensor_shapes(config)}
@@ -72,7 +72,7 @@ def write_drafter(
 
 
 def _check_replaceable(folder: Path) -> None:
-    """Only an empty folder or an earlier export is ever replaced."""
+    """Refuse a folder that is neither empty nor an earlier export."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     try:
@@ -96,7 +96,7 @@ def _check_shapes(folder: Path, weights: Mapping[str, Tensor], needed: dict[str,
 
 
 def _check_reading(folder: Path, config: Config, needed: Mapping[str, Tensor]) -> None:
-    """What was written must say what `config` says, and hold the same bytes."""
+    """Read the folder back: settings must be those of `config`, tensors equal bit for bit."""
     drafter = read_drafter(folder)
     if misfits := drafter.misfits(config):
         raise CheckpointError(f"{folder}: reads back as another drafter: {'; '.join(misfits)}")

@@ -1,4 +1,4 @@
-"""The layouts in which drafter folders come, one table each; where a folder says what, and under which tensor names.
+"""The layouts of drafter folders, one table each: the keys of every setting and the names of the tensors.
 
 dflash        z-lab, SpecForge and this project: Qwen3's keys at the top, the drafter's own in `dflash_config`
 speculators   vllm-project/speculators: Qwen3's keys in `transformer_layer_config`, tap ids one higher
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 Content = dict[str, Any]  # of a config.json
-Foreign = tuple[str, Any, Any]  # place, needed value, found value
-Places = dict[str, tuple[str, ...]]  # our key -> dotted places in config.json; the first that is there counts
+Foreign = tuple[str, Any, Any]  # path, needed value, found value
+KeyPaths = dict[str, tuple[str, ...]]  # our key -> dotted paths in config.json; the first one present counts
 
 _DECODER = {
     "num_layers": ("num_hidden_layers",),
@@ -41,17 +41,17 @@ _SPECULATORS_WINDOW = ("layer_types", "sliding_window")  # vLLM lets these at th
 
 
 class Layout(NamedTuple):
-    """One way to write a drafter down."""
+    """Keys and tensor names of one layout."""
 
     name: str
-    places: Places
-    decoder: str  # dotted place of Qwen3's keys; "" at the top
-    tap_offset: int  # its tap ids over ours
+    paths: KeyPaths
+    decoder: str  # dotted path of Qwen3's keys; "" at the top
+    tap_offset: int  # added to our tap ids in this layout
     renamed: dict[str, str]  # its tensors -> ours
 
 
-def _nested(places: Places, under: str) -> Places:
-    return {key: tuple(f"{under}.{place}" for place in found) for key, found in places.items()}
+def _nested(paths: KeyPaths, under: str) -> KeyPaths:
+    return {key: tuple(f"{under}.{path}" for path in found) for key, found in paths.items()}
 
 
 _IN_SPECULATORS = _nested(_DECODER, "transformer_layer_config")
@@ -67,10 +67,10 @@ TORCHSPEC = Layout(
     {"context_proj.weight": "fc.weight", "context_norm.weight": "hidden_norm.weight", "final_norm.weight": "norm.weight"},
 )
 
-# The target's own, which some projects save with the drafter: never read.
+# Tensors of the target that some projects save with the drafter; they are never read.
 TARGETS_TENSORS = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight")
 
-# What others can switch on and this draft model does not compute: the only value each may have where it is stated.
+# Options of other projects that this draft model does not compute: the only accepted value of each.
 FIXED_IN_DECODER: Content = {
     "attention_bias": False,
     "hidden_act": "silu",
@@ -101,23 +101,23 @@ _NON_CAUSAL_WINDOW = "sliding_window_non_causal"
 
 
 def detect(content: Content, tensor_names: set[str]) -> Layout:
-    """Which layout a folder has; anything unknown is read as dflash, so that what it lacks is named."""
+    """Return the layout of a folder. Unknown ones are read as dflash, so that errors name the missing keys."""
     if "speculators_model_type" in content or "transformer_layer_config" in content:
         return SPECULATORS
     return TORCHSPEC if tensor_names & TORCHSPEC.renamed.keys() else DFLASH
 
 
-def look_up(content: Content, place: str) -> Any:
-    """The value at a dotted place; None where there is none."""
+def get_nested(content: Content, path: str) -> Any:
+    """Return the value at a dotted path, or None."""
     value: Any = content
-    for key in place.split("."):
+    for key in path.split("."):
         value = value.get(key) if isinstance(value, dict) else None
     return value
 
 
 def read_settings(content: Content, layout: Layout) -> Content:
-    """What a folder states, under our keys; absent ones are left out, and what follows by Qwen3's defaults is filled in."""
-    found = {key: next(_stated(content, places), None) for key, places in layout.places.items()}
+    """Return the settings of a folder under our keys, with Qwen3's defaults; a setting without either is absent."""
+    found = {key: next(_stated(content, paths), None) for key, paths in layout.paths.items()}
     settings = {key: value for key, value in found.items() if value is not None}
     heads, num_layers = settings.get("num_attention_heads"), settings.get("num_layers")
     settings.setdefault("rms_norm_eps", 1e-6)
@@ -135,24 +135,24 @@ def read_settings(content: Content, layout: Layout) -> Content:
 
 
 def find_foreign(content: Content, layout: Layout) -> list[Foreign]:
-    """What a folder states that this draft model does not compute."""
+    """List the settings that ask for something this draft model does not compute."""
     prefix = f"{layout.decoder}." if layout.decoder else ""
-    fixed = FIXED | {prefix + place: value for place, value in FIXED_IN_DECODER.items()}
+    fixed = FIXED | {prefix + path: value for path, value in FIXED_IN_DECODER.items()}
     foreign = _find_others(content, fixed)
-    for key in ("rope_theta", "block_size"):  # two places that contradict each other: engines differ in which they read
-        values = list(_stated(content, layout.places[key]))
+    for key in ("rope_theta", "block_size"):  # two keys with different values: engines differ in which of them they read
+        values = list(_stated(content, layout.paths[key]))
         foreign += [(key, "one value", values)] if len(set(values)) > 1 else []
     sliding = [kind == "sliding_attention" for kind in read_settings(content, layout).get("layer_types", ())]
     if any(sliding):
         foreign += _find_others(content, {_NON_CAUSAL_WINDOW: False, f"{prefix}use_sliding_window": True})
-    causal = [(place, value) for place in _CAUSAL if (value := look_up(content, place)) is not None]
-    return foreign + [(place, sliding, value) for place, value in causal if any(bool(value) != kind for kind in sliding)]
+    causal = [(path, value) for path in _CAUSAL if (value := get_nested(content, path)) is not None]
+    return foreign + [(path, sliding, value) for path, value in causal if any(bool(value) != kind for kind in sliding)]
 
 
-def _stated(content: Content, places: tuple[str, ...]) -> Iterator[Any]:
-    return (value for place in places if (value := look_up(content, place)) is not None)
+def _stated(content: Content, paths: tuple[str, ...]) -> Iterator[Any]:
+    return (value for path in paths if (value := get_nested(content, path)) is not None)
 
 
 def _find_others(content: Content, fixed: Content) -> list[Foreign]:
-    found = [(place, needed, look_up(content, place)) for place, needed in fixed.items()]
-    return [(place, needed, value) for place, needed, value in found if value is not None and value != needed]
+    found = [(path, needed, get_nested(content, path)) for path, needed in fixed.items()]
+    return [(path, needed, value) for path, needed, value in found if value is not None and value != needed]

@@ -19,7 +19,7 @@ _OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"triton.autotune_p
 
 
 def fused(function: Callable[P, Out]) -> Callable[P, Out]:
-    """Decorate a function of tensors, the first of which says where it runs.
+    """Compile a function of tensors if the first one is on a GPU.
 
     The first dimension of every tensor of two or more, parameters apart, counts rows and may change from call to
     call without compiling anew.

@@ -22,7 +22,7 @@ from services.drafter.model.step import PackedBatch, predict_blocks
 def evaluate_batch(
     model: DraftModel, embed_weight: Tensor, head_weight: Tensor, batch: PackedBatch, config: Config
 ) -> NDArray[np.int64]:
-    """Draft a block at every anchor of a batch and walk over its answers (waits for the device).
+    """Draft a block at every anchor of a batch and count the rounds of its answers (waits for the device).
 
     Returns:
         int64 [D, B]: per document, the rounds that emitted 1, 2 .. B tokens; such counts add up over batches and ranks.
@@ -31,11 +31,11 @@ def evaluate_batch(
     for blocks in all_blocks(batch.input_ids, batch.loss_mask, batch.cu_seqlens, config):
         predictions = predict_blocks(model, embed_weight, head_weight, batch, blocks, config).cpu().numpy()
         accepted[blocks.anchors[blocks.valid]] = matching_prefix(predictions, blocks)[blocks.valid]
-    return walk(accepted, batch.loss_mask, batch.cu_seqlens, config.draft.block_size)
+    return count_rounds(accepted, batch.loss_mask, batch.cu_seqlens, config.draft.block_size)
 
 
 def summarise(rounds: NDArray[np.int64]) -> Acceptance:
-    """Acceptance from the numbers of rounds [B] that emitted 1, 2 .. B tokens."""
+    """Return the acceptance of rounds [B] that emitted 1, 2 .. B tokens."""
     num_rounds, num_tokens = int(rounds.sum()), int((rounds * np.arange(1, len(rounds) + 1)).sum())
     num_longer = np.cumsum(rounds[::-1])[::-1][1:]  # rounds that emitted more than k tokens: draft token k is one of them
     return Acceptance(
@@ -47,13 +47,13 @@ def summarise(rounds: NDArray[np.int64]) -> Acceptance:
 
 
 def matching_prefix(predictions: NDArray[np.int64], blocks: Blocks) -> NDArray[np.int64]:
-    """How many leading predictions [N, B - 1] of each block equal the text, as far as it is supervised: [N]."""
+    """Count the leading predictions [N, B - 1] of each block that equal the supervised text: [N]."""
     matches = (predictions == blocks.labels) & blocks.label_mask
     count: NDArray[np.int64] = np.logical_and.accumulate(matches, axis=1).sum(1)
     return count
 
 
-def walk(
+def count_rounds(
     accepted: NDArray[np.int64], loss_mask: NDArray[np.bool_], cu_seqlens: NDArray[np.int64], block_size: int
 ) -> NDArray[np.int64]:
     """Count the rounds that greedy speculative decoding of every supervised span would take.
@@ -94,10 +94,10 @@ def supervised_spans(loss_mask: NDArray[np.bool_], cu_seqlens: NDArray[np.int64]
 
 
 def with_features_of_another_document(batch: PackedBatch) -> PackedBatch:
-    """The control: every document gets the next one's hidden states, row by row, started over where they end.
+    """Make the control batch: each document gets the hidden states of the next one, repeated if they are too few.
 
-    Text, positions and labels stay, so whatever acceptance is left did not come from the features. The only document
-    of a batch has no other to take them from and gets zeros.
+    Text, positions and labels stay, so any acceptance that is left did not come from the features. The only document of a
+    batch gets zeros.
     """
     if len(batch.sample_ids) == 1:
         return replace(batch, hidden_states=torch.zeros_like(batch.hidden_states))

@@ -1,4 +1,4 @@
-"""Which blocks of a packed batch are drafted: their anchors, inputs and labels; numpy on the CPU.
+"""Choice of the blocks of a packed batch: their anchors, inputs and labels; numpy on the CPU.
 
 Shapes: T packed rows, D documents, N blocks, B block size.
 """
@@ -21,7 +21,7 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """N blocks; unused ones, which fill up the last tile, stand at the end, invalid and without labels."""
+    """N blocks; unused ones fill up the last tile at the end, invalid and without labels."""
 
     anchors: Ints  # [N] packed row of the anchor
     documents: Ints  # [N] document of the anchor in the batch
@@ -56,7 +56,7 @@ def choose_blocks(input_ids: Ints, loss_mask: Bools, cu_seqlens: Ints, sample_id
 
 
 def all_blocks(input_ids: Ints, loss_mask: Bools, cu_seqlens: Ints, config: Config) -> Iterator[Blocks]:
-    """Every candidate of a batch in order, for evaluation; no more blocks at a time than in training."""
+    """Yield every candidate of a batch in order, for evaluation; no more blocks at a time than in training."""
     anchors = np.concatenate([_candidates(loss_mask, start, end) for start, end in pairwise(cu_seqlens)])
     for first in range(0, len(anchors), config.num_anchors):
         part = anchors[first : first + config.num_anchors]
@@ -64,14 +64,14 @@ def all_blocks(input_ids: Ints, loss_mask: Bools, cu_seqlens: Ints, config: Conf
 
 
 def anchors_of_tiles(block_size: int) -> int:
-    """The smallest number of anchors whose rows fill whole tiles of the attention."""
+    """Return the smallest number of anchors whose rows fill whole tiles of the attention."""
     return TILE // math.gcd(TILE, block_size)
 
 
 def quotas(wanted: list[int], budget: int) -> list[int]:
-    """Share a budget: nobody gets more than wanted, and nobody gets less than another unless content with it.
+    """Share a budget by max-min fairness: no document gets more than it wants, small wishes are met in full.
 
-    What cannot be shared evenly goes to those who want most, the first of them before the others, one each.
+    A remainder that cannot be shared evenly goes, one each, to the documents that want most, the first ones first.
     """
     granted = [0] * len(wanted)
     open_documents = sorted(range(len(wanted)), key=lambda document: (wanted[document], -document))
@@ -82,7 +82,7 @@ def quotas(wanted: list[int], budget: int) -> list[int]:
 
 
 def _candidates(loss_mask: Bools, start: int, end: int) -> Ints:
-    """Rows of one document that are supervised and followed by a supervised row of the same document."""
+    """Return the supervised rows of one document that are followed by a supervised row of the same document."""
     inside = loss_mask[start:end]
     return np.flatnonzero(inside[:-1] & inside[1:]) + start
 

@@ -1,4 +1,4 @@
-"""Attention of block rows over the context and themselves: dense, or on a GPU only the tiles that are seen.
+"""Attention of block rows over the context and themselves: dense, or on a GPU over the visible tiles only.
 
 Shapes: T context rows, Q block rows, M query rows among them, S keys, Hq query heads, Hkv key and value heads, D head_dim.
 """
@@ -22,7 +22,7 @@ class Attend(Protocol):
     """Attention of M query rows under one visibility."""
 
     def __call__(self, query: Tensor, context: KeysValues, own: KeysValues) -> Tensor:
-        """Grouped key and value heads, scaled by 1 / sqrt(D).
+        """Attend with grouped key and value heads, scaled by 1 / sqrt(D).
 
         Args:
             query: [Hq, M, D].
@@ -35,20 +35,19 @@ class Attend(Protocol):
 
 
 def visible(runs: KeyRuns, num_keys: int, device: torch.device) -> Tensor:
-    """Which of S keys in one sequence each query row sees: bool [M, S]."""
+    """Return the mask of S keys in one sequence for each query row: bool [M, S]."""
     start, end, own_start, own_end = (upload(part, device)[:, None] for part in runs)
     keys = torch.arange(num_keys, device=device)[None, :]
     return ((keys >= start) & (keys < end)) | ((keys >= own_start) & (keys < own_end))
 
 
 class DenseAttention:
-    """Under a mask of all rows and keys: the reference, and the way of the CPU."""
+    """Attention under a mask of all rows and keys: the reference, and the only choice on a CPU."""
 
     def __init__(self, runs: KeyRuns, num_context: int, num_rows: int, device: torch.device) -> None:
         self.mask = visible(in_one_sequence(runs, num_context), num_context + num_rows, device)
 
     def __call__(self, query: Tensor, context: KeysValues, own: KeysValues) -> Tensor:
-        """See `Attend`."""
         key, value = (_join(both) for both in zip(context, own, strict=True))
         grouped = query.shape[0] != key.shape[0]
         output = F.scaled_dot_product_attention(query[None], key[None], value[None], attn_mask=self.mask, enable_gqa=grouped)
@@ -56,14 +55,14 @@ class DenseAttention:
 
 
 def make_attention(runs: KeyRuns, num_context: int, num_rows: int, draft: DraftConfig, device: torch.device) -> Attend:
-    """The attention of M query rows for what `device` is.
+    """Return the attention of M query rows: kernels on a GPU, else dense.
 
     Args:
         runs: of the query rows.
         num_context: T.
         num_rows: Q.
         draft: D and the type of the weights; the kernels are for bfloat16.
-        device: where it will be computed.
+        device: the device that computes it.
     """
     if device.type == "cuda" and draft.dtype == "bfloat16" and draft.head_dim in _KERNEL_HEAD_DIMS:
         from services.drafter.kernels.swept_attention import SweptAttention  # triton comes with torch for GPUs only
@@ -73,5 +72,5 @@ def make_attention(runs: KeyRuns, num_context: int, num_rows: int, draft: DraftC
 
 
 def _join(heads: Sequence[Tensor]) -> Tensor:
-    """[heads, rows, D] along the rows, in the order in memory that projections leave: row by row."""
+    """Concatenate [heads, rows, D] along the rows, stored row by row as projections leave them."""
     return torch.cat([part.transpose(0, 1) for part in heads]).transpose(0, 1)

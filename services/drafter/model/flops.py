@@ -4,14 +4,14 @@ import numpy as np
 
 from common.config import Config
 from services.drafter.model.anchors import Blocks, Ints
-from services.drafter.model.visibility import BlockPlaces, key_runs
+from services.drafter.model.visibility import BlockAnchors, key_runs
 
 
 def batch_flops(config: Config, blocks: Blocks, cu_seqlens: Ints) -> float:
-    """A multiplication and an addition are two; the backward pass of a product is two products.
+    """Count the operations of one batch: two for a multiplication with an addition, two products for a product's backward.
 
-    What the step saves is not counted: the projections of equal rows in the first layer, rows without a label in the last,
-    the head's gradient. Nor is what has no gradient: that of the features and of the head. Attention counts visible pairs.
+    Products that the step avoids are not counted: projections of equal rows in the first layer, rows without a label in the
+    last layer, the product for the head's gradient, and gradients of the features. Attention counts visible pairs only.
 
     Args:
         config: the shapes.
@@ -26,8 +26,8 @@ def batch_flops(config: Config, blocks: Blocks, cu_seqlens: Ints) -> float:
     for layer, kind in enumerate(draft.layer_types):
         distinct = num_blocks + 1 if layer == 0 else num_rows
         wanted = num_labels if layer == draft.num_layers - 1 else num_rows
-        asked = num_labels if layer == draft.num_layers - 1 else distinct
-        products += hidden * (asked * queries + (distinct + num_context) * keys)
+        num_queries = num_labels if layer == draft.num_layers - 1 else distinct
+        products += hidden * (num_queries * queries + (distinct + num_context) * keys)
         products += wanted * hidden * (queries + 3 * draft.intermediate_size)
         window = draft.sliding_window if kind == "sliding_attention" else 0
         products += 2 * queries * _num_pairs(config, blocks, cu_seqlens, window)
@@ -36,8 +36,8 @@ def batch_flops(config: Config, blocks: Blocks, cu_seqlens: Ints) -> float:
 
 
 def _num_pairs(config: Config, blocks: Blocks, cu_seqlens: Ints, sliding_window: int) -> float:
-    """Visible pairs of a block row and a key."""
-    places = BlockPlaces(blocks.anchors, cu_seqlens[blocks.documents], blocks.valid)
+    """Count the visible pairs of a block row and a key."""
+    anchors = BlockAnchors(blocks.anchors, cu_seqlens[blocks.documents], blocks.valid)
     rows = np.arange(len(blocks.anchors) * config.draft.block_size)
-    runs = key_runs(places, config.draft.block_size, sliding_window, rows)
+    runs = key_runs(anchors, config.draft.block_size, sliding_window, rows)
     return float((runs.end - runs.start + runs.own_end - runs.own_start).sum())

@@ -18,13 +18,13 @@ DPACE_SMOOTHING = 0.5  # alpha of D-PACE
 
 
 def decay_weights(block_size: int, gamma: float) -> NDArray[np.float32]:
-    """Weight exp(-(k - 1) / gamma) of slot k = 1 .. B - 1 (arXiv 2602.06036): [B - 1]."""
+    """Return the weight exp(-(k - 1) / gamma) of slots k = 1 .. B - 1 (arXiv 2602.06036): [B - 1]."""
     return np.exp(-np.arange(block_size - 1) / gamma).astype(np.float32)
 
 
 @torch.no_grad()
 def dpace_weights(losses: Tensor, label_mask: Tensor) -> Tensor:
-    """The weights of D-PACE: what a slot's log-probability adds to the expected number of accepted drafts.
+    """Return the weights of D-PACE: the gain in expected accepted drafts per gain in a slot's log-probability.
 
     With q = (1 - alpha) * p(label) + alpha, the weight of slot i is the sum over j >= i of the product of q over the
     slots up to j. Slots without a label neither count nor stop a product.
@@ -39,12 +39,12 @@ def dpace_weights(losses: Tensor, label_mask: Tensor) -> Tensor:
 
 
 def loss_head(weight: Tensor, kind: Literal["exact", "fp8_logits", "fp8"]) -> Head:
-    """The head [V, H] as `frozen_head_loss` uses it."""
+    """Return the head [V, H] in the form that `frozen_head_loss` uses."""
     return weight if kind == "exact" else Fp8Head(weight, gradient_in_fp8=kind == "fp8")
 
 
 def frozen_head_loss(hidden: Tensor, head: Head, labels: Tensor, chunk_rows: int) -> tuple[Tensor, Tensor]:
-    """Cross entropy of every row, differentiable in `hidden` only; softmax in float32.
+    """Compute the cross entropy of every row, differentiable in `hidden` only; softmax in float32.
 
     The gradient of the hidden rows is made together with the loss, chunk by chunk, so the backward pass needs no
     logits: it scales each row by the gradient of the row's loss.
@@ -65,11 +65,11 @@ def frozen_head_loss(hidden: Tensor, head: Head, labels: Tensor, chunk_rows: int
 
 
 class FrozenHeadCrossEntropy(torch.autograd.Function):
-    """See `frozen_head_loss`."""
+    """Implementation of `frozen_head_loss`."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Head, labels: Tensor, chunk_rows: int) -> tuple[Tensor, Tensor]:
-        """Losses and gradients of one chunk of rows after the other."""
+        """Compute losses and gradients, one chunk of rows after another."""
         losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
         predictions = torch.empty_like(labels)
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
@@ -85,13 +85,13 @@ class FrozenHeadCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        """The stored gradient of each row times that of its loss, rounded once."""
+        """Multiply the stored gradient of each row by the gradient of its loss, rounding once."""
         (gradient,) = ctx.saved_tensors
         return torch.mul(gradient, gradients[0][:, None], out=torch.empty_like(gradient)), None, None, None
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, losses: Tensor, predictions: Tensor, *, with_gradient: bool) -> None:
-    """As `cross_entropy_kernel.cross_entropy`, which does it on a GPU."""
+    """Fill losses and predictions, and the gradient in place (see `cross_entropy_kernel.cross_entropy`, used on a GPU)."""
     if logits.is_cuda:
         from services.drafter.kernels import cross_entropy_kernel  # triton comes with torch for GPUs only
 

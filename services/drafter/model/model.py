@@ -17,13 +17,13 @@ from services.drafter.kernels.fused import fused
 from services.drafter.model.attention import Attend, KeysValues
 
 Rotation = tuple[Tensor, Tensor]  # cosine and sine, float32 [rows, D]
-Place = Callable[[Tensor], Tensor]  # distinct rows to block rows
+Expand = Callable[[Tensor], Tensor]  # distinct rows to block rows
 _CPU = torch.device("cpu")
 _INITIAL_DEVIATION = 0.02
 
 
 def rotation(positions: Tensor, head_dim: int, theta: float) -> Rotation:
-    """Rotary angles over the whole head, always in float32 whatever the model's type.
+    """Return rotary angles over the whole head, in float32 for every type of model.
 
     Args:
         positions: int64 [rows], the position of each row in its document.
@@ -37,18 +37,18 @@ def rotation(positions: Tensor, head_dim: int, theta: float) -> Rotation:
 
 
 def in_blocks(rows: Tensor, block_size: int) -> Tensor:
-    """One row per anchor and the row that all mask slots share, [N + 1, W], as block rows [N * B, W]."""
+    """Expand one row per anchor and the row shared by all mask slots, [N + 1, W], to block rows [N * B, W]."""
     masks = rows[-1:, None].expand(rows.shape[0] - 1, block_size - 1, -1)
     return torch.cat([rows[:-1, None], masks], dim=1).flatten(0, 1)
 
 
-def as_they_are(rows: Tensor) -> Tensor:
-    """Every block row is its own."""
+def identity(rows: Tensor) -> Tensor:
+    """Return the rows: they are block rows already."""
     return rows
 
 
 def take(rows: Tensor, wanted: Tensor | None) -> Tensor:
-    """The wanted rows, or all."""
+    """Return the wanted rows, or all."""
     return rows if wanted is None else rows.index_select(0, wanted)
 
 
@@ -71,19 +71,18 @@ def norm_and_rotate(heads: Tensor, weight: Tensor, cosine: Tensor, sine: Tensor,
 def finish_layer(
     residual: Tensor, attended: Tensor, output: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor, eps: float
 ) -> Tensor:
-    """From the heads' output to the end of a layer: [rows, H]; the last arguments but one are weights."""
+    """Compute a layer from the heads' output on: [rows, H]; `output` to `down` are weights."""
     hidden = residual + F.linear(attended, output)
     normed = F.rms_norm(hidden, norm.shape, norm, eps)
     return hidden + F.linear(F.silu(F.linear(normed, gate)) * F.linear(normed, up), down)
 
 
 def linear(in_features: int, out_features: int, dtype: torch.dtype) -> nn.Linear:
-    """A projection without bias."""
     return nn.Linear(in_features, out_features, bias=False, dtype=dtype)
 
 
 class Attention(nn.Module):
-    """Block rows look at the context and at each other; only block rows ask."""
+    """Attention of block rows over the context and the block rows; context rows have no queries."""
 
     def __init__(self, config: Config, dtype: torch.dtype) -> None:
         super().__init__()
@@ -96,19 +95,19 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(draft.head_dim, eps=self.eps, dtype=dtype)
         self.k_norm = nn.RMSNorm(draft.head_dim, eps=self.eps, dtype=dtype)
 
-    def keys_values(self, rows: Tensor, angles: Rotation, place: Place = as_they_are) -> KeysValues:
-        """Key and value heads of [rows, H]."""
-        key, value = (self._split_heads(place(project(rows))) for project in (self.k_proj, self.v_proj))
+    def keys_values(self, rows: Tensor, angles: Rotation, expand: Expand = identity) -> KeysValues:
+        """Return key and value heads of [rows, H]."""
+        key, value = (self._split_heads(expand(project(rows))) for project in (self.k_proj, self.v_proj))
         return norm_and_rotate(key, self.k_norm.weight, *angles, self.eps).transpose(0, 1), value.transpose(0, 1)
 
     def forward(
-        self, rows: Tensor, angles: Rotation, context: KeysValues, attend: Attend, place: Place, wanted: Tensor | None
+        self, rows: Tensor, angles: Rotation, context: KeysValues, attend: Attend, expand: Expand, wanted: Tensor | None
     ) -> Tensor:
-        """The heads' output [M, Hq * D] for the wanted rows, before `o_proj`."""
-        query = self._split_heads(take(place(self.q_proj(rows)), wanted))
+        """Return the heads' output [M, Hq * D] for the wanted rows, before `o_proj`."""
+        query = self._split_heads(take(expand(self.q_proj(rows)), wanted))
         own_angles = take(angles[0], wanted), take(angles[1], wanted)
         query = norm_and_rotate(query, self.q_norm.weight, *own_angles, self.eps).transpose(0, 1)
-        return attend(query, context, self.keys_values(rows, angles, place))
+        return attend(query, context, self.keys_values(rows, angles, expand))
 
     def _split_heads(self, rows: Tensor) -> Tensor:
         """[rows, heads * D] -> [rows, heads, D]."""
@@ -146,23 +145,23 @@ class DraftLayer(nn.Module):
         angles: Rotation,
         context: KeysValues,
         attend: Attend,
-        place: Place = as_they_are,
+        expand: Expand = identity,
         wanted: Tensor | None = None,
     ) -> Tensor:
-        """The wanted block rows after this layer, [M, H]; all rows serve as keys.
+        """Return the wanted block rows after this layer, [M, H]; all rows are keys.
 
         Args:
-            rows: block rows [Q, H], or distinct rows that `place` makes block rows.
+            rows: block rows [Q, H], or distinct rows that `expand` turns into block rows.
             angles: of the block rows.
             context: keys and values of this layer.
             attend: the attention of the wanted rows.
-            place: applied after the projections, so that equal rows are projected once.
+            expand: applied after the projections, so that equal rows are projected once.
             wanted: int64 [M]; None for all.
         """
         normed = rms_norm(rows, self.input_layernorm.weight, self.eps)
-        attended = self.self_attn(normed, angles, context, attend, place, wanted)
+        attended = self.self_attn(normed, angles, context, attend, expand, wanted)
         weights = self.self_attn.o_proj.weight, self.post_attention_layernorm.weight, *self.mlp.weights()
-        return finish_layer(take(place(rows), wanted), attended, *weights, self.eps)
+        return finish_layer(take(expand(rows), wanted), attended, *weights, self.eps)
 
 
 class DraftModel(nn.Module):
@@ -188,7 +187,7 @@ class DraftModel(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """Projections uniform with the deviation 0.02, norms one: the same bits on every device (see `random_tensor`)."""
+        """Fill projections uniformly (deviation 0.02) and norms with one; equal bits on every device (`random_tensor`)."""
         for name, parameter in self.named_parameters():
             if parameter.dim() == 1:
                 parameter.fill_(1.0)
@@ -197,13 +196,13 @@ class DraftModel(nn.Module):
                 parameter.copy_(random_tensor(f"draft.{name}", parameter.shape, _INITIAL_DEVIATION, seed, *where))
 
     def project_context(self, taps: Tensor) -> Tensor:
-        """Target features [T, K, H], of any float type, to the context [T, H] that all layers share."""
+        """Project target features [T, K, H], of any float type, to the context [T, H] that all layers share."""
         return rms_norm(self.fc(taps.flatten(1).to(self.fc.weight.dtype)), self.hidden_norm.weight, self.eps)
 
     def context_keys_values(self, context: Tensor, positions: Tensor) -> Iterator[KeysValues]:
-        """Keys and values [Hkv, T, D] of the context [T, H], one pair per layer: what inference caches.
+        """Yield keys and values [Hkv, T, D] of the context [T, H], one pair per layer; inference caches them.
 
-        Each pair is made when it is asked for: so a backward pass has all gradients of a layer before it goes on.
+        Pairs are computed lazily, so a backward pass finishes all gradients of a layer before it reaches the layer below.
 
         Args:
             context: the output of `project_context`.
@@ -220,9 +219,9 @@ class DraftModel(nn.Module):
         attends: Sequence[Attend],
         wanted: Tensor | None = None,
     ) -> Tensor:
-        """Block rows to the hidden states that the target's head turns into logits.
+        """Compute the hidden states of block rows that the target's head turns into logits.
 
-        Every layer but the last computes all block rows, for they are keys of the next; the last computes the wanted.
+        Every layer but the last computes all block rows, because they are keys of the next layer.
 
         Args:
             embeddings: [N + 1, H], the target's embedding of every anchor token, then that of the mask token.
@@ -236,10 +235,10 @@ class DraftModel(nn.Module):
         """
         angles = rotation(positions, self.head_dim, self.rope_theta)
         rows, layers = embeddings.to(self.norm.weight.dtype), self._layers()
-        place: Place = partial(in_blocks, block_size=positions.shape[0] // (embeddings.shape[0] - 1))
+        expand: Expand = partial(in_blocks, block_size=positions.shape[0] // (embeddings.shape[0] - 1))
         for layer, context, attend in zip(layers, context_keys_values, attends, strict=True):
-            rows = layer(rows, angles, context, attend, place, wanted if layer is layers[-1] else None)
-            place = as_they_are
+            rows = layer(rows, angles, context, attend, expand, wanted if layer is layers[-1] else None)
+            expand = identity
         return rms_norm(rows, self.norm.weight, self.eps)
 
     def _layers(self) -> list[DraftLayer]:

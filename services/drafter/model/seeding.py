@@ -1,4 +1,4 @@
-"""Where randomness comes from: the seed, the epoch and the sample, never a rank, the time or a step counter."""
+"""Random sequences that depend on seed, epoch and sample only, never on a rank, the time or a step counter."""
 
 from typing import Literal
 
@@ -8,5 +8,5 @@ PURPOSES = {"anchors": 0, "noise": 1}
 
 
 def sample_sequence(seed: int, epoch: int, sample_id: int, purpose: Literal["anchors", "noise"]) -> np.random.SeedSequence:
-    """The seed of one sample's draws in one epoch; independent for each purpose."""
+    """Return the seed sequence of one sample in one epoch, independent for each purpose."""
     return np.random.SeedSequence((seed, epoch, sample_id), spawn_key=(PURPOSES[purpose],))

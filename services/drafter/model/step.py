@@ -19,7 +19,7 @@ from services.drafter.model.attention import Attend, make_attention
 from services.drafter.model.loss import Head, decay_weights, dpace_weights, frozen_head_loss
 from services.drafter.model.model import DraftModel
 from services.drafter.model.step_sums import StepSums
-from services.drafter.model.visibility import BlockPlaces, Ints, key_runs
+from services.drafter.model.visibility import BlockAnchors, Ints, key_runs
 
 HEAD_CHUNK_ROWS = 1536  # 0.8 GB of bfloat16 logits at a vocabulary of 248,320
 
@@ -52,16 +52,16 @@ def block_loss(
     device, (num_blocks, num_slots) = batch.hidden_states.device, blocks.labels.shape
     block, slot = np.nonzero(blocks.label_mask)
     labelled = block * (num_slots + 1) + slot + 1
-    filling = labelled[-1:] if len(labelled) else [0]  # the number is constant; what comes last sees what its neighbours see
+    filling = labelled[-1:] if len(labelled) else [0]  # keeps M constant; the last row repeats, so its tile sees no more keys
     wanted = np.append(labelled, np.repeat(filling, num_blocks * num_slots - len(labelled)))
     hidden = block_hidden(model, embed_weight, batch, blocks, config, wanted)[: len(block)]
     labels = upload(blocks.labels[blocks.label_mask], device)
     losses, predictions = frozen_head_loss(hidden, head, labels, HEAD_CHUNK_ROWS)
 
-    places, label_mask = upload(block * num_slots + slot, device), upload(blocks.label_mask, device)
-    correct = _on_grid(predictions == labels, places, label_mask)
+    cells, label_mask = upload(block * num_slots + slot, device), upload(blocks.label_mask, device)
+    correct = _on_grid(predictions == labels, cells, label_mask)
     if config.train.loss == "dpace":
-        weights = dpace_weights(_on_grid(losses.detach(), places, label_mask), label_mask).flatten()[places]
+        weights = dpace_weights(_on_grid(losses.detach(), cells, label_mask), label_mask).flatten()[cells]
         divisor = blocks.label_mask.any(1).sum(dtype=np.float64)
     else:
         decay = decay_weights(num_slots + 1, config.train.decay_gamma)[slot]
@@ -71,10 +71,10 @@ def block_loss(
     return StepSums.of(loss, counted[0], accepted, correct.sum(0), counted[1:])
 
 
-def _on_grid(values: Tensor, places: Tensor, label_mask: Tensor) -> Tensor:
-    """float32 [N, B - 1] with the values [R] in their places, 0 elsewhere."""
+def _on_grid(values: Tensor, cells: Tensor, label_mask: Tensor) -> Tensor:
+    """Return float32 [N, B - 1] with the values [R] in the cells with these flat indices, 0 elsewhere."""
     grid = torch.zeros(label_mask.shape, device=values.device)
-    grid.view(-1)[places] = values.float()
+    grid.view(-1)[cells] = values.float()
     return grid
 
 
@@ -82,7 +82,7 @@ def _on_grid(values: Tensor, places: Tensor, label_mask: Tensor) -> Tensor:
 def predict_blocks(
     model: DraftModel, embed_weight: Tensor, head_weight: Tensor, batch: PackedBatch, blocks: Blocks, config: Config
 ) -> Tensor:
-    """The greedy draft of every block: int64 [N, B - 1] on the device; rows of invalid blocks mean nothing."""
+    """Return the greedy draft of every block, int64 [N, B - 1] on the device; rows of invalid blocks are meaningless."""
     num_blocks, num_slots = blocks.labels.shape
     wanted = np.arange(num_blocks * (num_slots + 1)).reshape(num_blocks, -1)[:, 1:].ravel()
     hidden = block_hidden(model, embed_weight, batch, blocks, config, wanted)
@@ -93,7 +93,7 @@ def predict_blocks(
 def block_hidden(
     model: DraftModel, embed_weight: Tensor, batch: PackedBatch, blocks: Blocks, config: Config, wanted: Ints | None = None
 ) -> Tensor:
-    """The draft model's output [M, H] for the block rows numbered `wanted`, or for all."""
+    """Return the draft model's output [M, H] for the block rows numbered `wanted`, or for all."""
     device, block_size = batch.hidden_states.device, config.draft.block_size
     tokens = np.append(blocks.anchor_tokens, config.draft.mask_token_id)
     positions = batch.position_ids[upload(blocks.anchors, device)][:, None] + torch.arange(block_size, device=device)
@@ -105,12 +105,12 @@ def block_hidden(
 
 
 def _attends(model: DraftModel, batch: PackedBatch, blocks: Blocks, wanted: Ints | None, config: Config) -> list[Attend]:
-    """One per layer: all rows ask in every layer but the last, where only the wanted do."""
-    places = BlockPlaces(blocks.anchors, batch.cu_seqlens[blocks.documents], blocks.valid)
+    """Return the attention of each layer. All rows are queries, except in the last layer: there only the wanted rows are."""
+    anchors = BlockAnchors(blocks.anchors, batch.cu_seqlens[blocks.documents], blocks.valid)
     num_context, num_rows = len(batch.input_ids), len(blocks.anchors) * config.draft.block_size
 
     def attend(window: int, rows: Ints) -> Attend:
-        runs = key_runs(places, config.draft.block_size, window, rows)
+        runs = key_runs(anchors, config.draft.block_size, window, rows)
         return make_attention(runs, num_context, num_rows, config.draft, batch.hidden_states.device)
 
     *inner, last = model.windows

@@ -1,4 +1,4 @@
-"""What every row of a block may look at, as runs of keys, and which tiles of the attention they touch; numpy on the CPU.
+"""Visible keys of every block row, as runs, and the attention tiles that they touch; numpy on the CPU.
 
 Shapes: T context rows, N blocks (one per anchor), B block size, N * B block rows, M query rows, S keys.
 """
@@ -13,8 +13,8 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 
-class BlockPlaces(NamedTuple):
-    """Where the N blocks stand in the context."""
+class BlockAnchors(NamedTuple):
+    """Anchors of N blocks in the context."""
 
     anchors: Ints  # [N] packed row of each anchor; T for the block that continues the context
     starts: Ints  # [N] first row of the anchor's document
@@ -30,22 +30,22 @@ class KeyRuns(NamedTuple):
     own_end: Ints
 
 
-def key_runs(places: BlockPlaces, block_size: int, sliding_window: int, rows: Ints) -> KeyRuns:
-    """The keys that the block rows numbered `rows` see.
+def key_runs(blocks: BlockAnchors, block_size: int, sliding_window: int, rows: Ints) -> KeyRuns:
+    """Return the runs of keys that are visible to the block rows numbered `rows`.
 
     A block at anchor a sees the context strictly before a of its own document, and itself: a full layer in both
     directions, a sliding layer causally. In a sliding layer the row at a + offset sees no key before
     a + offset - (W - 1). Rows of invalid blocks see only their own block, and nobody else sees them.
 
     Args:
-        places: the blocks.
+        blocks: anchors and documents of the blocks.
         block_size: B.
         sliding_window: W; 0 for a full layer.
         rows: int64 [M], block * B + offset.
     """
     block, offset = np.divmod(rows, block_size)
-    end = np.where(places.valid, places.anchors, 0)[block]
-    start = np.where(places.valid, places.starts, 0)[block]
+    end = np.where(blocks.valid, blocks.anchors, 0)[block]
+    start = np.where(blocks.valid, blocks.starts, 0)[block]
     own_start = block * block_size
     if not sliding_window:
         return KeyRuns(start, end, own_start, own_start + block_size)
@@ -54,12 +54,12 @@ def key_runs(places: BlockPlaces, block_size: int, sliding_window: int, rows: In
 
 
 def in_one_sequence(runs: KeyRuns, num_context: int | Ints) -> KeyRuns:
-    """The runs when block row 0 stands behind `num_context` context rows; [M] where each query row has its own sequence."""
+    """Shift the own runs behind `num_context` context rows: one number, or [M] if each query row has its own sequence."""
     return runs._replace(own_start=runs.own_start + num_context, own_end=runs.own_end + num_context)
 
 
 def sweeps_of_rows(start: Ints, end: Ints) -> Ints:
-    """Which tiles of keys each tile of query rows has to visit, from one run per row [M].
+    """Return the tiles of keys that each tile of query rows has to visit, from one run per row [M].
 
     Returns:
         [ceil(M / TILE), 4], ascending: the first tile that is visited, the first that all rows see in whole, the first
@@ -75,7 +75,7 @@ def sweeps_of_rows(start: Ints, end: Ints) -> Ints:
 
 
 def sweeps_of_keys(of_rows: Ints, num_tiles: int) -> Ints:
-    """The same from the other side: which tiles of rows have to visit each tile of keys, [num_tiles, 4]."""
+    """Transpose sweeps: return the tiles of rows that have to visit each tile of keys, [num_tiles, 4]."""
     first, whole, cut, last = of_rows.T[..., None]
     tile = np.arange(num_tiles)
     seen, filled = ((tile >= first) & (tile < last)).T, ((tile >= whole) & (tile < cut)).T  # [num_tiles, tiles of rows]
@@ -84,12 +84,12 @@ def sweeps_of_keys(of_rows: Ints, num_tiles: int) -> Ints:
 
 
 def _edges(marked: Bools) -> tuple[Ints, Ints]:
-    """First and past-the-last marked column of each row; (0, 0) where there is none."""
+    """Return first and past-the-last marked column of each row, or (0, 0)."""
     some, width = marked.any(1), marked.shape[1]
     return np.where(some, marked.argmax(1), 0), np.where(some, width - marked[:, ::-1].argmax(1), 0)
 
 
 def _as_sweeps(first: Ints, whole: Ints, cut: Ints, last: Ints) -> Ints:
-    """Sweeps [n, 4] in ascending order of their parts; where nothing is seen in whole, all of it is cut."""
+    """Return sweeps [n, 4], ascending; if no tile is visible in whole, all tiles count as cut."""
     whole = np.where(cut > whole, whole, last)
     return np.stack([first, whole, np.maximum(whole, cut), last], axis=1)

@@ -3,7 +3,7 @@
     every target    measures its tokens per second after its warm-up             -> its record on the board
     every drafter   measures what a batch and what an anchor costs on its device -> its record on the board
     drafter 0       waits for all of them, chooses, and keeps the choice          -> anchors.json
-    every drafter   goes by the file, in this life and in all later ones
+    every drafter   reads the file, now and after every restart
 
 Nobody measures once the file is there.
 """
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def settle_anchors(actor: Actor, state: TrainingState, welcome: Welcome) -> Config:
-    """The configuration with a number in the place of "auto".
+    """Return the configuration with a number in place of "auto".
 
     Args:
         actor: this drafter.
@@ -41,7 +41,7 @@ def settle_anchors(actor: Actor, state: TrainingState, welcome: Welcome) -> Conf
         welcome: what the plan says of the run's batches.
 
     Raises:
-        StoppedError: told to stop before there was a choice.
+        StoppedError: a stop was requested before the choice.
     """
     config = actor.config
     if config.train.anchors_per_batch != "auto":
@@ -60,18 +60,18 @@ def settle_anchors(actor: Actor, state: TrainingState, welcome: Welcome) -> Conf
 
 
 def with_anchors(config: Config, anchors_per_batch: int) -> Config:
-    """The same configuration with this budget."""
+    """Return the configuration with this budget."""
     return msgspec.structs.replace(config, train=msgspec.structs.replace(config.train, anchors_per_batch=anchors_per_batch))
 
 
 def all_taken(config: Config, anchors_per_batch: int) -> Config:
-    """The same, where no limit of a document leaves some of the budget unused."""
+    """Return the configuration with this budget and no limit per document, so that all of it is used."""
     train = msgspec.structs.replace(config.train, anchors_per_batch=anchors_per_batch, anchors_per_document=anchors_per_batch)
     return msgspec.structs.replace(config, train=train)
 
 
 def balanced_anchors(costs: Sequence[BatchCost], batches_per_s: float, shapes: Sequence[BatchShape], config: Config) -> int:
-    """The budget at which drafters of these costs take as many batches as targets make, as far as that can be.
+    """Return the budget at which drafters of these costs take as many batches as targets make, or the nearest one.
 
     It is a multiple of what fills whole tiles of the attention, holds one anchor for every document at least, and is
     no larger than a batch has tokens or the smallest device has room for.
@@ -87,12 +87,12 @@ def balanced_anchors(costs: Sequence[BatchCost], batches_per_s: float, shapes: S
     most = min(config.plan.max_tokens_per_batch, *(cost.max_anchors for cost in costs))
     step, least = anchors_of_tiles(config.draft.block_size), config.plan.max_samples_per_batch
     budgets = range(step, most + 1, step)
-    place = bisect.bisect_right(budgets, wanted, key=lambda budget: mean_anchors(budget, shapes, config))
-    return max(step * place, math.ceil(least / step) * step)
+    index = bisect.bisect_right(budgets, wanted, key=lambda budget: mean_anchors(budget, shapes, config))
+    return max(step * index, math.ceil(least / step) * step)
 
 
 def mean_anchors(budget: int, shapes: Sequence[BatchShape], config: Config) -> float:
-    """Of a batch: one of few documents cannot have the whole budget, for each may have so many and no more."""
+    """Return the mean anchors of a batch; the limit per document keeps batches of few documents under the budget."""
     per_document = config.train.anchors_per_document
     limits = [(shape.num_rows * min(per_document, shape.length), shape.num_batches) for shape in shapes]
     num_batches = sum(count for _, count in limits)
@@ -100,7 +100,7 @@ def mean_anchors(budget: int, shapes: Sequence[BatchShape], config: Config) -> f
 
 
 def measure_cost(state: TrainingState, config: Config) -> BatchCost:
-    """Time whole steps at two budgets; none changes a bit of the state."""
+    """Time complete training steps at two budgets, without changing weights or optimizer state."""
     step = anchors_of_tiles(config.draft.block_size)
     few = math.ceil(max(config.plan.max_tokens_per_batch / _PROBE_PART, 1) / step) * step
     (seconds, few_bytes), (more_seconds, many_bytes) = (_time_step(state, all_taken(config, n)) for n in (few, 2 * few))
@@ -125,7 +125,7 @@ def _time_step(state: TrainingState, config: Config) -> tuple[float, int]:
 
 
 def _max_anchors(state: TrainingState, few: int, few_bytes: int, many_bytes: int) -> int:
-    """By what the peaks at `few` and twice as many anchors say of more; a CPU has no limit."""
+    """Extrapolate the largest number of anchors from the peaks at `few` and twice as many; a CPU has no limit."""
     device = state.device
     if device.type != "cuda":
         return 1 << 31
@@ -134,12 +134,13 @@ def _max_anchors(state: TrainingState, few: int, few_bytes: int, many_bytes: int
 
 
 def _choose(actor: Actor, welcome: Welcome) -> AnchorBudget:
-    """Wait until all have measured, choose, and keep the choice."""
+    """Wait until all actors have measured, then choose and write the choice."""
     config, tokens_per_batch = actor.config, welcome.tokens_per_batch
     first_drafter = actor.args.place - actor.index
-    places = range(first_drafter - config.num_targets, first_drafter), range(first_drafter, first_drafter + config.num_drafters)
+    of_targets = range(first_drafter - config.num_targets, first_drafter)
+    of_drafters = range(first_drafter, first_drafter + config.num_drafters)
     while True:
-        targets, drafters = ([actor.board.read(place) for place in side] for side in places)
+        targets, drafters = ([actor.board.read(index) for index in indices] for indices in (of_targets, of_drafters))
         if all(notice.tokens_per_s for notice in targets) and all(notice.max_anchors for notice in drafters):
             break
         _wait(actor)

@@ -53,7 +53,7 @@ class _Copied(NamedTuple):
 
 @dataclass(frozen=True)
 class Fetched:
-    """A place of the sequence: its batch on the device, or none where the place is padding."""
+    """One batch of the sequence on the device; no batch for this rank where the last step is padded."""
 
     info: BatchInfo
     batch: PackedBatch | None
@@ -61,7 +61,7 @@ class Fetched:
 
 
 class Fetcher:
-    """The batches of one rank, in order, from wherever it starts."""
+    """Fetches the batches of one rank, in order."""
 
     def __init__(self, actor: Actor, rings: list[RingReader], device: torch.device, plan_hash: bytes) -> None:
         self._actor = actor
@@ -85,16 +85,16 @@ class Fetcher:
         self._thread = self._actor.start_thread("fetch", lambda: self._fetch_all(batches))
 
     def stop(self) -> None:
-        """Fetch no more; when it returns, no slot is being read. All that was fetched is void."""
+        """Stop fetching; when it returns, no slot is being read. Batches fetched but not taken are dropped."""
         if self._thread is not None:
             self._stopping = True
             self._thread.join()
             self._thread = None
 
     def next(self, check: Callable[[], None]) -> Fetched | None:
-        """The next place of the sequence, or None at its end. `check` may end the wait by raising.
+        """Return the next batch of the sequence, or None at its end. `check` may end the wait by raising.
 
-        What counts as waiting begins when the device has done all that was launched.
+        The actor counts as waiting once the device has finished everything that was launched.
         """
         computed = mark_computation(self._device)
         with self._actor.waiting(lambda: 0.0 if computed.reached() else math.inf):

@@ -1,4 +1,4 @@
-"""The gradients of a step: added up over batches, and over the ranks while the backward pass still runs.
+"""Gradients of a step: added up over batches, and over ranks while the backward pass is still running.
 
 Shapes: P parameter elements in all.
 """
@@ -14,15 +14,15 @@ from services.drafter.model.step_sums import StepSums
 
 _BUCKET_ELEMENTS = 1 << 25  # 128 MiB: far above the size from which an all-reduce runs at full speed
 _ALIGNMENT = 64  # elements: kernels are faster where they begin at a round address
-Begin = Callable[[Tensor], object]  # begins to replace a tensor by its sum over all ranks
+Begin = Callable[[Tensor], object]  # start an in-place all-reduce of a tensor
 
 
 class Gradients:
-    """One flat float32 buffer, sums first: a backward pass leaves a parameter's gradient there as soon as it has it.
+    """One flat float32 buffer, sums first; a backward pass moves each gradient there as soon as it has it.
 
-    Backward passes come to the last parameters first. So the buffer is cut into buckets from its end, and in a rank's
-    last batch of a step the sum of a bucket begins when all of it is there. All ranks begin the same sums in the same
-    order, whatever they had to compute; the first bucket, with the sums, is always the last.
+    Backward passes reach the last parameters first. So the buffer is cut into buckets from its end, and in a rank's last
+    batch of a step the all-reduce of a bucket starts once the bucket is complete. All ranks start the same buckets in the
+    same order, however many batches they have; the bucket with the sums is always the last.
     """
 
     def __init__(self, parameters: list[nn.Parameter], num_sums: int, bucket_elements: int = _BUCKET_ELEMENTS) -> None:
@@ -37,8 +37,8 @@ class Gradients:
         self._begin: Begin | None = None
         self._num_begun = self._num_taken = 0
         self.abandon()
-        for place, parameter in enumerate(parameters):
-            parameter.register_post_accumulate_grad_hook(partial(self._take, place))  # type: ignore[no-untyped-call]
+        for index, parameter in enumerate(parameters):
+            parameter.register_post_accumulate_grad_hook(partial(self._take, index))  # type: ignore[no-untyped-call]
 
     def accumulate(self, sums: StepSums, begin: Begin | None = None) -> None:
         """Run the backward pass of `sums.loss`, and add up the sums.
@@ -54,7 +54,7 @@ class Gradients:
         self._is_empty, self._begin = False, None
 
     def reduce(self, begin: Begin) -> None:
-        """Begin all sums over the ranks that have not begun; a rank may have accumulated nothing."""
+        """Start the all-reduce of every bucket that is not started; a rank may have accumulated nothing."""
         if self._is_empty:
             self.flat.zero_()
         for bucket in self._buckets[self._num_begun :]:
@@ -62,37 +62,37 @@ class Gradients:
         self._num_begun = len(self._buckets)
 
     def abandon(self) -> None:
-        """Empty the buffer for the next step, whether this one was made or not."""
+        """Empty the buffer for the next step, after a step or in place of it."""
         self.sums.values.zero_()
-        self._is_empty = True  # the gradients of the last step may still stand in the buffer
+        self._is_empty = True  # the buffer may still hold the last step's gradients; the first batch overwrites them
         self._begin, self._num_begun = None, 0
         self._num_missing = [self._bucket_of.count(bucket) for bucket in range(len(self._buckets))]
         for parameter in self._parameters:
             parameter.grad = None
 
     @torch.no_grad()
-    def _take(self, place: int, parameter: Tensor) -> None:
-        """Called by the backward pass when it has the gradient of a parameter."""
+    def _take(self, index: int, parameter: Tensor) -> None:
+        """Move the gradient of a parameter to the buffer; the backward pass calls this as soon as it has it."""
         assert parameter.grad is not None
         add = torch._foreach_copy_ if self._is_empty else torch._foreach_add_  # copy_ to another type: half the speed
-        add([self._views[place]], [parameter.grad])
+        add([self._views[index]], [parameter.grad])
         parameter.grad = None
         self._num_taken += 1
         if self._begin is not None:
-            self._num_missing[self._bucket_of[place]] -= 1
+            self._num_missing[self._bucket_of[index]] -= 1
             while self._num_begun < len(self._buckets) - 1 and self._num_missing[self._num_begun] == 0:
                 self._num_begun += 1
                 self._begin(self._buckets[self._num_begun - 1])
 
 
 def _cut(buffer: Tensor, sizes: list[int], bucket_elements: int) -> tuple[list[int], list[Tensor]]:
-    """The bucket of every parameter, and the buckets, the last part of the buffer first."""
+    """Return the bucket number of every parameter, and the buckets, the last part of the buffer first."""
     bucket_of, edges, filled = [0] * len(sizes), [len(buffer)], 0
-    for place in reversed(range(len(sizes))):
+    for index in reversed(range(len(sizes))):
         if filled >= bucket_elements:
             edges.append(edges[-1] - filled)
             filled = 0
-        bucket_of[place] = len(edges) - 1
-        filled += sizes[place]
+        bucket_of[index] = len(edges) - 1
+        filled += sizes[index]
     edges.append(0)
     return bucket_of, [buffer[start:end] for end, start in pairwise(edges)]

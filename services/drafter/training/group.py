@@ -100,7 +100,7 @@ class Group:
             self._launch(partial(self._backend.allreduce, [values]))
 
     def order(self) -> None:
-        """What is launched from now on comes after all that has begun; the host does not wait for a GPU."""
+        """Order later kernels behind the collectives that have begun; the host does not wait for a GPU."""
         if self._works:
             with self._actor.notices.collective(), _broken_group():
                 faults.reach("drafter.mid_collective")
@@ -140,7 +140,7 @@ class Group:
                 self.finish()
 
     def collect(self, number: int) -> list[int]:
-        """The number of every rank, in order of the ranks."""
+        """Return the number of every rank, in order of the ranks."""
         numbers = torch.zeros(self._size, dtype=torch.int64, device=self._device)
         numbers[self._rank] = number
         return [int(n) for n in self.add_up(numbers).tolist()]
@@ -155,7 +155,7 @@ class Group:
         return life
 
     def _all_have_come(self) -> bool:
-        """Wait until every rank is at the door; False where the life is over before."""
+        """Wait until every rank has joined this group; return False if the group was replaced meanwhile."""
         first = self._actor.args.place - self._rank
         while self._actor.board.group == self._life:
             if all(self._actor.board.read(first + rank).group == self._life for rank in range(self._size)):
@@ -229,7 +229,7 @@ class Group:
 
 @contextmanager
 def _broken_group() -> Iterator[None]:
-    """What a backend raises means that a rank died."""
+    """Turn the errors of a backend into GroupBrokenError: a rank died."""
     try:
         yield
     except RuntimeError as error:

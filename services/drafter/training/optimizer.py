@@ -19,7 +19,7 @@ BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
 
 
 def learning_rate(step: int, num_steps: int, peak: float, warmup_ratio: float) -> float:
-    """Linear warm-up over the first part, then a cosine to 0.
+    """Return the learning rate: linear warm-up, then a cosine to 0.
 
     Args:
         step: optimizer step from 0; the first has the rate peak / num_warmup_steps, step num_steps would have 0.
@@ -36,7 +36,7 @@ def learning_rate(step: int, num_steps: int, peak: float, warmup_ratio: float) -
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step leaves on the device; reading it on the host is the caller's choice of moment."""
+    """Results of one optimizer step, on the device; reading them waits for it."""
 
     loss: Tensor  # sums.loss / sums.weight over all ranks and batches of the step
     grad_norm: Tensor  # before clipping
@@ -58,7 +58,7 @@ def adamw(
     correction: Tensor,
     found_inf: Tensor,
 ) -> None:
-    """AdamW (arXiv 1711.05101) in place, one pass over memory on a GPU; nothing changes where `found_inf` is not 0.
+    """Run AdamW (arXiv 1711.05101) in place, in one pass over memory on a GPU; if `found_inf` is not 0 nothing changes.
 
     Args:
         master: float32 [P].
@@ -101,7 +101,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def step(self, step: int) -> StepResult:
-        """Divide by the weight, clip, update masters and model, and empty the gradients, whose sums must be whole.
+        """Divide by the weight, clip, update masters and model, and empty the gradients, whose all-reduce must be finished.
 
         A loss or gradient norm that is not finite leaves weights and state bit for bit as they were; every rank sees
         the same reduced numbers and so decides the same. Nothing here waits for the device.
@@ -136,7 +136,7 @@ class MasterAdamW:
         return result
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Masters, moments and the number of counted steps: live tensors, flat in the order of model.parameters()."""
+        """Return masters, moments and the number of counted steps: live tensors, flat in the order of model.parameters()."""
         return {
             "master": self.master,
             "step": self.num_counted,
@@ -145,12 +145,12 @@ class MasterAdamW:
         }
 
     def master_weights(self, model: nn.Module) -> dict[str, Tensor]:
-        """The float32 weights under the model's parameter names: live views."""
+        """Return the float32 weights under the model's parameter names: live views."""
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         return dict(zip(names, self._views(self.master), strict=True))
 
     def flatten(self, model: nn.Module, weights: Mapping[str, Tensor]) -> Tensor:
-        """What `master_weights` gave, as the flat tensor of `state_dict`.
+        """Join named weights (see `master_weights`) to the flat tensor of `state_dict`.
 
         Raises:
             ValueError: a weight is missing or of another shape.
@@ -173,7 +173,7 @@ class MasterAdamW:
         self.weights.copy_(self.master)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
-        """The flat tensor cut into the shapes of the parameters."""
+        """Split the flat tensor into the shapes of the parameters."""
         pieces = flat.split_with_sizes([parameter.numel() for parameter in self.parameters])
         return [piece.view_as(parameter) for piece, parameter in zip(pieces, self.parameters, strict=True)]
 

@@ -18,19 +18,19 @@ class StepProfiler:
         self._profile: profile | None = None
 
     def before(self, step: int) -> None:
-        """Called before a step; a run that goes on inside the window traces the rest of it."""
+        """Start the trace before the first step of the window; a run resumed inside the window starts it there."""
         if self._profile is None and self._window and self._window[0] <= step <= self._window[1]:
             gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
             self._profile = profile(activities=[ProfilerActivity.CPU, *gpu], acc_events=True)
             self._profile.start()
 
     def after(self, step: int) -> None:
-        """Called after a step; ends the trace with the window."""
+        """End the trace after the last step of the window."""
         if self._window and step >= self._window[1]:
             self.close()
 
     def close(self) -> None:
-        """Write the trace where one is under way; waits for the device."""
+        """Write the trace if one is running; waits for the device."""
         if self._profile is not None:
             self._profile.stop()
             self._path.parent.mkdir(exist_ok=True)

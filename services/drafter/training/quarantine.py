@@ -1,7 +1,7 @@
-"""What is kept of a step that was skipped: `<run>/quarantine/step-00000012-rank0.json`.
+"""Records of skipped steps: `<run>/quarantine/step-00000012-rank0.json`.
 
-The facts of every batch are taken on the device and travel with the figures of the step, so that
-they are at hand when the host learns that the step was not finite; its tensors are long gone then.
+The host learns one step late that a step was not finite, when its tensors are overwritten. So the facts of every batch
+are collected on the device and copied to the host with the metrics of the step.
 """
 
 import logging
@@ -29,17 +29,17 @@ class BatchFacts(NamedTuple):
 
 
 class QuarantinedBatch(msgspec.Struct, kw_only=True):
-    """The same on the host."""
+    """Facts of a batch, on the host."""
 
     batch: int
     sample_ids: list[int]
-    num_nonfinite: int  # of the hidden states as they came; above 2**24 a rounded number
+    num_nonfinite: int  # of the hidden states as received; above 2**24 a rounded number
     largest_finite: float
     loss: float
 
     @classmethod
     def of(cls, facts: BatchFacts, values: list[float]) -> "QuarantinedBatch":
-        """From the values [4] of the facts."""
+        """Make a record of the values [4] of the facts."""
         nonfinite, largest, loss, divisor = values
         return cls(
             batch=facts.batch,
@@ -67,14 +67,14 @@ def collect_facts(batch: int, sample_ids: list[int], hidden_states: Tensor, sums
 
 @fused
 def _inspect(hidden_states: Tensor) -> Tensor:
-    """float32 [2]: how many values are not finite, and the largest magnitude of the others."""
+    """Return float32 [2]: the number of values that are not finite, and the largest magnitude of the others."""
     magnitude = hidden_states.float().abs()
     finite = magnitude.isfinite()
     return torch.stack([(~finite).sum().float(), torch.where(finite, magnitude, 0.0).amax()])
 
 
 def quarantine(run_dir: Path, step: QuarantinedStep) -> None:
-    """Write the file of a step; a disk that refuses is logged and ends nothing."""
+    """Write the record of a step; a disk error is logged and ends nothing."""
     folder = run_dir / "quarantine"
     path = folder / f"step-{step.step:08}-rank{step.rank}.json"
     try:

@@ -1,7 +1,7 @@
-"""The first steps of a drafter on a GPU: every kernel compiled, loaded or tuned before the first batch, or why that cannot be.
+"""Warm-up of a drafter on a GPU: compile, load and tune every kernel before the first batch, or refuse a batch too large.
 
-Kernels are made and chosen for numbers of rows, those of documents' tokens and of blocks: so made-up batches run from the
-fullest down, each of half as many tokens as the one before. The first takes the memory that all later ones use.
+Kernels are compiled and chosen by the number of rows, of tokens and of blocks. So made-up batches run from the fullest
+down, each with half as many tokens as the one before. The first allocates the memory that all later ones use.
 """
 
 import gc
@@ -22,11 +22,11 @@ log = logging.getLogger(__name__)
 
 
 def warm_up(state: TrainingState, config: Config, check: Callable[[], None]) -> None:
-    """Whole steps that change no bit of the state.
+    """Run complete training steps without changing weights or optimizer state.
 
     Args:
-        state: with everything beside it that the device has to hold.
-        config: the number of anchors is settled.
+        state: of this rank; everything else that the device has to hold is allocated.
+        config: with a number of anchors.
         check: called before every step; ends the warm-up by raising.
 
     Raises:
@@ -39,7 +39,7 @@ def warm_up(state: TrainingState, config: Config, check: Callable[[], None]) -> 
 
 
 def halved_shapes(config: Config) -> list[tuple[int, int]]:
-    """Documents and their length: a full batch, then half as many tokens each time, down to one block."""
+    """Return numbers of documents and their length: a full batch, then half as many tokens each time, down to one block."""
     num_documents, length = full_shape(config)
     shapes = []
     while length >= config.draft.block_size:

@@ -18,7 +18,7 @@ from launch.decoding.contexts import Contexts
 from launch.decoding.row_attention import RowAttention
 from services.drafter.model.attention import DenseAttention
 from services.drafter.model.model import DraftModel
-from services.drafter.model.visibility import BlockPlaces, key_runs
+from services.drafter.model.visibility import BlockAnchors, key_runs
 from tests.builders.targets import make_target
 
 CPU = torch.device("cpu")
@@ -51,7 +51,7 @@ def taps_of(counts: list[int], seed: int = 0) -> list[Tensor]:
 
 def attention_of_one(length: int, block_size: int, window: int) -> DenseAttention:
     """That of the training, for one block behind one context."""
-    places = BlockPlaces(np.array([length]), np.array([0]), np.array([True]))
+    places = BlockAnchors(np.array([length]), np.array([0]), np.array([True]))
     return DenseAttention(key_runs(places, block_size, window, np.arange(block_size)), length, block_size, CPU)
 
 

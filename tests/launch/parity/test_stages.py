@@ -16,7 +16,7 @@ from launch.parity.probe import candidates, make_documents, read_documents
 from launch.parity.stages import ROUNDING, Reading, compare, first_difference
 from services.drafter.model import model as model_module
 from services.drafter.model import step as step_module
-from services.drafter.model.visibility import BlockPlaces, Ints, KeyRuns, key_runs
+from services.drafter.model.visibility import BlockAnchors, Ints, KeyRuns, key_runs
 from services.target import model as target_module
 from services.target.capture import Capture
 from tests.builders.launched_runs import LaunchedRun
@@ -119,11 +119,11 @@ def test_faults_in_the_code_of_training(
 ) -> None:
     run = make_run(tmp_path / "run")
 
-    def both_ways(places: BlockPlaces, block_size: int, window: int, rows: Ints) -> KeyRuns:
+    def both_ways(places: BlockAnchors, block_size: int, window: int, rows: Ints) -> KeyRuns:
         runs = key_runs(places, block_size, window, rows)
         return runs._replace(own_end=(rows // block_size + 1) * block_size)
 
-    def leaky(places: BlockPlaces, block_size: int, window: int, rows: Ints) -> KeyRuns:
+    def leaky(places: BlockAnchors, block_size: int, window: int, rows: Ints) -> KeyRuns:
         return key_runs(places._replace(starts=places.starts * 0), block_size, window, rows)
 
     def off_by_one(layers: Any, tap_layers: list[int]) -> Capture:

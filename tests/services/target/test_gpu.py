@@ -33,7 +33,7 @@ def test_packing_never_waits_for_the_gpu_and_gives_the_same_bits(dtype: torch.dt
     shape = (len(LENGTHS), PADDED_LENGTH, hidden_size)
     taps = [random_tensor(f"tap {tap}", shape, 1.0, 0, torch.device("cpu"), torch.bfloat16) for tap in range(3)]
     tokens = [np.zeros(length, np.int32) for length in LENGTHS]
-    places = torch.from_numpy(make_rows(tokens, tokens, range(len(LENGTHS)), PADDED_LENGTH).places)
+    places = torch.from_numpy(make_rows(tokens, tokens, range(len(LENGTHS)), PADDED_LENGTH).token_index)
     out_shape = (3, sum(LENGTHS), hidden_size) if split else (sum(LENGTHS), 3, hidden_size)
     results = []
     for device in ("cpu", "cuda"):

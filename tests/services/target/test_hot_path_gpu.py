@@ -84,13 +84,13 @@ class Half:
     def launch(self, number: int, rows: TargetRows) -> tuple[Mark, Staging, WritableSlot]:
         """All that the launching thread does on the device for a batch."""
         staging = self.stagings[number % len(self.stagings)]
-        slot = self.writer.open(number % NUM_SLOTS, len(rows.places), len(rows.packed.sample_ids))
+        slot = self.writer.open(number % NUM_SLOTS, len(rows.token_index), len(rows.packed.sample_ids))
         self.model.run(staging.upload(rows), staging.keep)
         return staging.copy_to(slot, self.copies), staging, slot
 
     def expected(self, rows: TargetRows) -> torch.Tensor:
         """[T, K, H] by plain indexing."""
-        places = torch.from_numpy(rows.places).to(GPU)
+        places = torch.from_numpy(rows.token_index).to(GPU)
         return torch.stack([tap.flatten(0, 1)[places] for tap in self.model.forward(rows.input_ids.to(GPU))], 1)
 
 

@@ -28,7 +28,7 @@ def test_rows_are_padded_on_the_right_and_packed_in_the_asked_order(dataset: Dat
         [10, 11, 12, 13, 14, 0, 0],
         [20, 21, 0, 0, 0, 0, 0],
     ]
-    assert rows.places.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 14, 15]
+    assert rows.token_index.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 14, 15]
     packed = rows.packed
     assert packed.input_ids.tolist() == [30, 31, 32, 33, 34, 35, 36, 10, 11, 12, 13, 14, 20, 21]
     assert packed.loss_mask.tolist() == [0, 1, 0, 1, 0, 1, 0, 0, 1, 0, 1, 0, 0, 1]
@@ -40,4 +40,4 @@ def test_rows_are_padded_on_the_right_and_packed_in_the_asked_order(dataset: Dat
 def test_padded_and_packed_ids_are_the_same_tokens(dataset: Dataset) -> None:
     rows = read_rows(dataset, [1, 2], [4, 16])
     assert rows.input_ids.shape == (2, 8)
-    assert np.array_equal(rows.input_ids.numpy().ravel()[rows.places], rows.packed.input_ids)
+    assert np.array_equal(rows.input_ids.numpy().ravel()[rows.token_index], rows.packed.input_ids)

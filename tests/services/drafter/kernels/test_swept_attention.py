@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from services.drafter.model.attention import DenseAttention
-from services.drafter.model.visibility import TILE, BlockPlaces, key_runs, sweeps_of_keys, sweeps_of_rows
+from services.drafter.model.visibility import TILE, BlockAnchors, key_runs, sweeps_of_keys, sweeps_of_rows
 
 
-def made_up_places(lengths: list[int], num_blocks: int) -> BlockPlaces:
+def made_up_places(lengths: list[int], num_blocks: int) -> BlockAnchors:
     """Sorted anchors over documents of these lengths; the last two blocks are padding."""
     starts = np.cumsum([0, *lengths])
     anchors = np.sort(np.random.default_rng(0).choice(starts[-1], num_blocks, replace=False))
     valid = np.arange(num_blocks) < num_blocks - 2
-    return BlockPlaces(np.where(valid, anchors, 0), starts[np.searchsorted(starts, anchors, side="right") - 1] * valid, valid)
+    return BlockAnchors(np.where(valid, anchors, 0), starts[np.searchsorted(starts, anchors, side="right") - 1] * valid, valid)
 
 
 def some_rows(num_blocks: int, block_size: int) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -1,14 +1,14 @@
-"""The walk on cases counted by hand, and the control with foreign features."""
+"""The count_rounds on cases counted by hand, and the control with foreign features."""
 
 import numpy as np
 import pytest
 import torch
 
 from services.drafter.model.acceptance import (
+    count_rounds,
     evaluate_batch,
     matching_prefix,
     summarise,
-    walk,
     with_features_of_another_document,
 )
 from services.drafter.model.anchors import all_blocks
@@ -17,7 +17,7 @@ from tests.builders.batches import MASK_TOKEN, frozen_weights, make_batch, make_
 
 
 def walked(accepted: list[int], loss_mask: list[int], cu_seqlens: list[int]) -> tuple[int, int]:
-    rounds = walk(np.array(accepted), np.array(loss_mask, dtype=np.bool_), np.array(cu_seqlens), block_size=10)
+    rounds = count_rounds(np.array(accepted), np.array(loss_mask, dtype=np.bool_), np.array(cu_seqlens), block_size=10)
     total = summarise(rounds.sum(0))
     return total.num_rounds, total.num_tokens
 
@@ -32,7 +32,7 @@ def walked(accepted: list[int], loss_mask: list[int], cu_seqlens: list[int]) -> 
         ([9, 9, 9, 9, 9, 9], [0, 0, 0, 0, 0, 1], [0, 6], (0, 0)),  # the prefill gave the only token
         ([9, 9, 9, 9, 9, 9], [0, 0, 0, 0, 0, 0], [0, 6], (0, 0)),
         ([1, 0, 0, 0, 0, 0, 0], [1, 1, 1, 0, 0, 1, 1], [0, 7], (2, 3)),  # two spans of a conversation: 1 round each
-        ([1, 0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1], [0, 3, 7], (4, 5)),  # two documents, no walk across
+        ([1, 0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1], [0, 3, 7], (4, 5)),  # two documents, no count_rounds across
     ],
 )
 def test_rounds_counted_by_hand(
@@ -43,7 +43,7 @@ def test_rounds_counted_by_hand(
 
 def test_rounds_are_told_apart_by_document_and_length() -> None:
     accepted, cu_seqlens = np.array([9, 2, 9, 9, 0, 0, 9, 1, 9]), np.array([0, 6, 9])
-    rounds = walk(accepted, np.array([0, 1, 1, 1, 1, 1, 0, 1, 1], dtype=np.bool_), cu_seqlens, block_size=4)
+    rounds = count_rounds(accepted, np.array([0, 1, 1, 1, 1, 1, 0, 1, 1], dtype=np.bool_), cu_seqlens, block_size=4)
     assert rounds.tolist() == [[1, 0, 1, 0], [1, 0, 0, 0]]  # 1 -> 4 -> 5; the last draft of a span is its last token
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from services.drafter.model.attention import DenseAttention, KeysValues
-from services.drafter.model.visibility import BlockPlaces, KeyRuns, key_runs
+from services.drafter.model.visibility import BlockAnchors, KeyRuns, key_runs
 
 CONTEXT_DOCUMENTS = [0] * 7 + [1] * 5
 ANCHORS, DOCUMENTS, VALID = [3, 6, 10, 0], [0, 0, 1, 0], [True, True, True, False]
@@ -28,21 +28,21 @@ def expected(block_size: int, window: int) -> list[list[bool]]:
     return rows
 
 
-def dense_mask(places: BlockPlaces, block_size: int, window: int, num_context: int) -> Tensor:
+def dense_mask(places: BlockAnchors, block_size: int, window: int, num_context: int) -> Tensor:
     num_rows = len(places.anchors) * block_size
     return DenseAttention(key_runs(places, block_size, window, np.arange(num_rows)), num_context, num_rows, CPU).mask
 
 
 @pytest.mark.parametrize("window", [0, 1, 2, 4, 100])
 def test_visibility_equals_the_definition(window: int) -> None:
-    places = BlockPlaces(np.array(ANCHORS), np.array([0, 0, 7, 0]), np.array(VALID))
+    places = BlockAnchors(np.array(ANCHORS), np.array([0, 0, 7, 0]), np.array(VALID))
     mask = dense_mask(places, 3, window, len(CONTEXT_DOCUMENTS))
     assert mask.tolist() == expected(3, window)
     assert mask.any(dim=1).all()  # a row that sees nothing would be NaN
 
 
 def test_a_block_may_continue_the_context() -> None:
-    assert dense_mask(BlockPlaces(np.array([4]), np.array([0]), np.array([True])), 2, 0, 4).all()
+    assert dense_mask(BlockAnchors(np.array([4]), np.array([0]), np.array([True])), 2, 0, 4).all()
 
 
 @pytest.mark.parametrize("num_groups", [1, 2, 4])

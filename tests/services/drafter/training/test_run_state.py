@@ -16,7 +16,7 @@ def make_run() -> RunState:
 
 def test_a_receiver_has_all_that_the_sender_has() -> None:
     sender, receiver = make_run(), make_run()
-    assert sender.position == UNKNOWN and sender.evaluation is None
+    assert (sender.position, sender.evaluation_of(3)) == (UNKNOWN, None)
     sender.resume(0, None)
     sender.position += 6
     sender.record_evaluation(ROUNDS, step=3)
