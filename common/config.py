@@ -46,7 +46,7 @@ class DraftConfig(Section, frozen=True, kw_only=True):
     head_dim: int = 0
     intermediate_size: int = 0
     dtype: DType = "bfloat16"  # of the weights in the step; the master weights are float32
-    init: str = ""  # a drafter folder to begin from, see launch.import_draft; "" means random weights
+    init: str = ""  # a drafter folder of any known layout to begin from; "" means random weights
     init_fingerprint: str = ""  # of the files in it: filled in by start_all, never by a person
 
 

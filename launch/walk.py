@@ -2,7 +2,7 @@
 
     python -m launch.walk RUN [--drafter DIR]
 
-DIR may have any layout that `launch.import_draft` reads; without it, it is `<run>/export`. Batches, padding and the type
+DIR may have any layout that `draft.init` reads; without it, it is `<run>/export`. Batches, padding and the type
 of the hidden states in transit are those of the run, so the same weights give the same number.
 """
 

@@ -4,7 +4,6 @@
     python -m launch.parity DIR --model TARGET                   a drafter's folder against the training form for this target
     python -m launch.parity DIR --reference RUN                  a folder against the checkpoint of a run
     python -m launch.parity DIR --model TARGET --reference DIR   two folders
-    python -m launch.parity DIR --model TARGET --reference transformers      against transformers' own model of this family
 
 What is checked is always executed as an engine does: one block behind cached keys and values, settings and weights out
 of the folder with the engines' defaults, embedding, head and hidden states out of the target's own files by transformers.
@@ -14,12 +13,10 @@ float32 from the weights rounded to bfloat16, so what differs is a fault and no 
 What can be known without a run: whether rotation, masks and shapes are those that training uses for this target. What
 cannot: which layers, window, mask token or weights the drafter had while it was trained. Wrong ones execute like right
 ones. What contradicts the target is told as a doubt (a mask token that text contains, layer ids that are the usual ones
-off by one, a norm that was never loaded), and --trials, with answers of the target as --data, drafts the same blocks under
-other layers, windows, masks and rotations: where more is accepted than chance allows, the folder says the wrong thing. A
-wrong mask token and damaged weights show only beside the run, or beside a folder that is known to be right. A random head
-is the target's fault, not the folder's: give the engine's target as --model beside the run.
+off by one, a norm that was never loaded); the rest shows only beside the run, or beside a folder that is known to be right.
+A random head is the target's fault, not the folder's: give the engine's target as --model beside the run.
 
-Exit code 0: the same; 1: something differs, or another setting is better; 2: bad input.
+Exit code 0: the same; 1: something differs; 2: bad input.
 """
 
 import argparse
@@ -41,7 +38,7 @@ def parse(argv: list[str] | None) -> tuple[Request, bool]:
         prog="python -m launch.parity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("subject", type=Path, metavar="RUN|DIR", help="run directory or a drafter's folder")
-    parser.add_argument("--reference", metavar="WHAT", help="training, transformers, a run directory or a drafter's folder")
+    parser.add_argument("--reference", metavar="WHAT", help="training, a run directory or a drafter's folder")
     parser.add_argument("--model", type=Path, metavar="TARGET", help="the engine's target (default: that of the run)")
     parser.add_argument("--data", type=Path, metavar="DATASET", help="default: the run's evaluation samples, or made-up ids")
     parser.add_argument("--step", type=int, metavar="N", help="of the run's checkpoint (default: the newest)")
@@ -49,7 +46,6 @@ def parse(argv: list[str] | None) -> tuple[Request, bool]:
     parser.add_argument("--max-tokens", type=int, default=192, metavar="N", help="of a document (default: %(default)s)")
     parser.add_argument("--device", type=parse_device, default="cpu", help="of the target (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="of the CPU (default: %(default)s)")
-    parser.add_argument("--trials", action="store_true", help="draft again under other settings and see what is accepted")
     parser.add_argument("--json", action="store_true", help="for programs")
     arguments = parser.parse_args(argv)
     for name in ("num_documents", "max_tokens", "threads"):

@@ -135,8 +135,8 @@ def _in_one_layout(content: dict[str, Any], layout: Layout, tensors: dict[str, T
     if ids is None:  # SpecForge and TorchSpec compute them by z-lab's rule
         num_taps = tensors["fc.weight"].shape[1] // content["hidden_size"]
         ids = default_tap_layers(content["num_target_layers"], num_taps)
-    if content.get("sliding_window_non_causal"):
-        own["causal"] = False
+    if layout.name == "speculators":  # vLLM makes of this key one value for every layer, full ones too
+        own["causal"] = not content.get("sliding_window_non_causal", True)
     own["target_layer_ids"] = [layer - layout.tap_offset for layer in ids]
     return {**inner, "block_size": content.get("block_size") or own["block_size"], "dflash_config": own}
 
@@ -170,7 +170,7 @@ def _rope(content: dict[str, Any], parameters: dict[str, Any], head_dim: int) ->
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind == "default":
         rotated = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
-        return default_rope(theta, rotated)
+        return _default_rope(theta, rotated)
     if kind not in ROPE_INIT_FUNCTIONS:
         raise ValueError(f"rope_type {kind}")
     config = Qwen3Config(
@@ -190,7 +190,7 @@ def _activation(content: dict[str, Any]) -> str:
     return activation
 
 
-def default_rope(theta: float, num_channels: int) -> Rope:
+def _default_rope(theta: float, num_channels: int) -> Rope:
     """Without scaling."""
     return Rope(1.0 / theta ** (torch.arange(0, num_channels, 2, dtype=torch.float32) / num_channels), 1.0)
 

@@ -64,12 +64,11 @@ class PlainTarget:
 
 @torch.inference_mode()
 def run_plain(folder: Folder, target: PlainTarget, documents: list[Document]) -> Trace:
-    """Every stage of every block of every document."""
-    return collect(read_plain(folder, target, documents))
+    """Compute every stage of every block of every document."""
+    return collect(_readings(folder, target, documents))
 
 
-def read_plain(folder: Folder, target: PlainTarget, documents: list[Document]) -> Iterator[tuple[str, Reading]]:
-    """The same one after the other, for those who need few of them."""
+def _readings(folder: Folder, target: PlainTarget, documents: list[Document]) -> Iterator[tuple[str, Reading]]:
     for number, document in enumerate(documents):
         taps = target.taps(document, folder.target_layer_ids)
         context = rms_norm(taps.flatten(1) @ folder.tensors["fc.weight"].T, folder.tensors["hidden_norm.weight"], folder.eps)

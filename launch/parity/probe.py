@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from common.data.dataset import Dataset
 from common.errors import DataError
 
-NUM_ANCHORS = 3  # of each document, where nothing else is asked for
+NUM_ANCHORS = 3  # of each document
 _GENERATED_LENGTHS = (19, 33, 48)
 _GENERATED_PROMPT = 5  # tokens that are not supervised
 
@@ -68,11 +68,7 @@ def make_documents(vocab_size: int, forbidden: Collection[int], longest: int, se
 
 
 def _document(input_ids: NDArray[np.int64], loss_mask: NDArray[np.bool_]) -> Document:
-    return with_anchors(Document(input_ids, loss_mask, []), NUM_ANCHORS)
-
-
-def with_anchors(document: Document, num_anchors: int) -> Document:
-    """The document with blocks at the first, the last and evenly spread candidates between."""
-    rows = np.flatnonzero(candidates(document.loss_mask))
-    places = np.unique(np.linspace(0, len(rows) - 1, num_anchors).round().astype(int))
-    return document._replace(anchors=rows[places].tolist() if len(rows) else [])
+    """A document with blocks at the first, the last and evenly spread candidates between."""
+    rows = np.flatnonzero(candidates(loss_mask))
+    chosen = np.unique(np.linspace(0, len(rows) - 1, NUM_ANCHORS).round().astype(int))
+    return Document(input_ids, loss_mask, rows[chosen].tolist() if len(rows) else [])

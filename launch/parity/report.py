@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 from launch.parity.causes import likely_cause
 from launch.parity.sides import Outcome
 from launch.parity.stages import EXACT_STAGES, ROUNDING, STAGES, Trace, Verdict, compare, find, first_difference
-from launch.parity.trials import Trial
 
 COLUMNS = "{:<16} {:>10} {:>10} {:>20} {:>11}  {}"
 
@@ -20,7 +19,6 @@ class Report(NamedTuple):
         first: the stage where the fault is, or None.
         cause: of `first`, in one sentence; empty where nothing differs.
         doubts: what looks wrong and cannot be decided from the files.
-        trials: what was found, drafted again under other settings.
         num_blocks: blocks that both drafted.
         acceptance: drafts accepted per block, needed and found, where the text says what is right.
     """
@@ -31,14 +29,13 @@ class Report(NamedTuple):
     first: Verdict | None
     cause: str
     doubts: list[str]
-    trials: list[Trial]
     num_blocks: int
     acceptance: tuple[float, float]
 
     @property
     def same(self) -> bool:
-        """No stage differs, and no other setting is better."""
-        return self.first is None and not any(trial.is_better for trial in self.trials)
+        """No stage differs."""
+        return self.first is None
 
 
 def make_report(outcome: Outcome) -> Report:
@@ -53,7 +50,6 @@ def make_report(outcome: Outcome) -> Report:
         first=first,
         cause=likely_cause(first, needed, found) if first else "",
         doubts=outcome.doubts,
-        trials=outcome.trials,
         num_blocks=len(found.trace["accepted tokens"]),
         acceptance=(accepted_per_block(needed.trace, found.trace), accepted_per_block(found.trace, found.trace)),
     )
@@ -81,17 +77,7 @@ def format_report(report: Report) -> str:
         lines.append(f"the same: no number is further apart than {ROUNDING:.0e} of its row's largest (float32 on both sides)")
     else:
         lines += ["", f"first difference: {report.first.stage}", *_describe(report.first), f"likely cause: {report.cause}"]
-    lines += [f"doubt: {doubt}" for doubt in report.doubts]
-    return "\n".join(lines + (["", *_trial_lines(report.trials)] if report.trials else []))
-
-
-def _trial_lines(trials: list[Trial]) -> list[str]:
-    """How many drafts each change would have accepted, and whether that is chance."""
-    lines = ["accepted drafts per block, if the folder said something else:"]
-    for trial in trials:
-        gain = f"{trial.gain:+.3f} ± {trial.error:.3f}" if trial is not trials[0] else ""
-        lines.append(f"  {trial.change:<50} {trial.accepted:.3f}  {gain:<15} {'BETTER' if trial.is_better else ''}".rstrip())
-    return lines
+    return "\n".join(lines + [f"doubt: {doubt}" for doubt in report.doubts])
 
 
 def _line(stage: str, verdict: Verdict | None) -> str:
@@ -123,7 +109,6 @@ def to_json(report: Report) -> dict[str, Any]:
         "first_difference": report.first.stage if report.first else None,
         "cause": report.cause or None,
         "doubts": report.doubts,
-        "trials": [{**trial._asdict(), "is_better": trial.is_better} for trial in report.trials],
         "num_blocks": report.num_blocks,
         "accepted_per_block": {"needed": report.acceptance[0], "found": report.acceptance[1]},
         "stages": [_verdict_to_json(verdict) for verdict in report.verdicts],

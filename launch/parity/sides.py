@@ -13,23 +13,21 @@ from transformers import PreTrainedModel
 
 from common import config as configuration
 from common.config import ActorsConfig, Config, DataConfig, DraftConfig, ModelConfig, PlanConfig, TargetsConfig
-from common.errors import CheckpointError, DataError, ModelError
+from common.errors import CheckpointError, ModelError
 from common.target_shape import read_target_shape
 from common.weights import find_head
 from launch.decoding.full_target import load_full_target, stop_tokens
 from launch.parity.causes import Side
 from launch.parity.doubts import find_doubts
 from launch.parity.folder import Folder, read_folder
-from launch.parity.glimmer import run_glimmer
 from launch.parity.plain import PlainTarget, run_plain
 from launch.parity.probe import Document, make_documents, read_documents
 from launch.parity.training import run_training
-from launch.parity.trials import Trial, run_trials
 from services.drafter.folder.checkpoint import checkpoint_folder, draft_identity, latest, load_weights
 from services.drafter.folder.drafter_folder import differing_shapes, tensor_shapes
 from services.drafter.folder.export import export
 
-TRAINING, TRANSFORMERS = "training", "transformers"  # references that are no folders
+TRAINING = "training"  # the reference that is no folder
 LONGEST_MADE_UP = 200  # tokens, where the windows ask for more
 
 
@@ -38,14 +36,13 @@ class Request(NamedTuple):
 
     Attributes:
         subject: a run directory or a drafter's folder.
-        reference: TRAINING, TRANSFORMERS, or another of the two kinds of folder; None for the run itself or TRAINING.
+        reference: TRAINING, or another of the two kinds of folder; None for the run itself or TRAINING.
         model: the target of the engine; None for that of the run.
         data: a prepared data set; None for the run's evaluation samples, or made-up ids.
         step: of the run's checkpoint; None for the newest.
         num_documents: shared among the evaluation sets, of each as many.
         max_tokens: of a document.
         device: of the target.
-        trials: whether to draft again under other settings.
     """
 
     subject: Path
@@ -56,7 +53,6 @@ class Request(NamedTuple):
     num_documents: int
     max_tokens: int
     device: torch.device
-    trials: bool
 
 
 class Outcome(NamedTuple):
@@ -66,13 +62,11 @@ class Outcome(NamedTuple):
         needed: the reference.
         found: what is checked.
         doubts: what looks wrong with the second and cannot be decided by running it.
-        trials: the second under other settings; empty where nobody asked.
     """
 
     needed: Side
     found: Side
     doubts: list[str]
-    trials: list[Trial]
 
 
 def is_run(path: Path) -> bool:
@@ -93,7 +87,7 @@ def run_both(request: Request) -> Outcome:
     config = _config(folder, run, request.model)
     _check_fits(folder, config)
     documents = _documents(request, folder, config)
-    other = None if reference in (TRAINING, TRANSFORMERS) or is_run(Path(reference)) else read_folder(Path(reference))
+    other = None if reference == TRAINING or is_run(Path(reference)) else read_folder(Path(reference))
     outcome = _run_engine(request, folder, other, config, documents)  # frees the whole target before it loads another
     if is_run(Path(reference)):
         return outcome._replace(needed=_run_side(Path(reference), request, documents))
@@ -104,7 +98,7 @@ def run_both(request: Request) -> Outcome:
 
 
 def _run_engine(request: Request, folder: Folder, other: Folder | None, config: Config, documents: list[Document]) -> Outcome:
-    """All that needs the whole target: what is checked, and as reference the other folder or transformers' model."""
+    """All that needs the whole target: what is checked, and as reference the other folder."""
     model = load_full_target(config, request.device)
     target = PlainTarget(model)
     found = _plain_side(folder, target, documents)
@@ -112,12 +106,8 @@ def _run_engine(request: Request, folder: Folder, other: Folder | None, config: 
     if other is not None:
         _check_fits(other, config)
         needed = _plain_side(other, target, documents)
-    elif request.reference == TRANSFORMERS:
-        name = f"{folder.path} by muse_glimmer_assistant of transformers"
-        needed = Side(name, run_glimmer(folder, target, documents), folder.tensors, folder.target_layer_ids)
     doubts = find_doubts(folder, config.shape, stop_tokens(model) | _special_ids(model), documents)
-    trials = run_trials(folder, target, config.shape, documents) if request.trials else []
-    return Outcome(needed, found, doubts, trials)
+    return Outcome(needed, found, doubts)
 
 
 @contextlib.contextmanager
@@ -212,10 +202,6 @@ def _documents(request: Request, folder: Folder, config: Config) -> list[Documen
     if sets := [request.data] if request.data else held_out:
         share = -(-request.num_documents // len(sets))
         return [document for path in sets for document in read_documents(path, share, request.max_tokens)]
-    if request.trials:
-        raise DataError(
-            "--trials: needed --data with answers of the target, found none; acceptance of made-up ids says nothing"
-        )
     window = max(kind.window for kind in folder.kinds) + 2 * folder.block_size
     return make_documents(config.shape.vocab_size, {folder.mask_token_id}, min(window, LONGEST_MADE_UP), seed=0)
 

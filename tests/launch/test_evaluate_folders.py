@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import pytest
@@ -10,6 +11,7 @@ from common.config import load
 from launch import evaluate
 from launch.decoding.pair import config_of_folders
 from launch.decoding.report import Report
+from services.drafter.folder.engine_config import LayoutName
 from services.drafter.folder.export import export
 from services.drafter.model.model import DraftModel
 from tests.builders.targets import TOML
@@ -97,12 +99,13 @@ def test_what_the_drafter_states_is_what_is_decoded(folders: Path) -> None:
 
 
 def test_layouts_of_others_are_decoded_alike(folders: Path, tmp_path: Path) -> None:
-    config = load(folders / "run.toml", [])
-    export(tmp_path / "draft", config, DraftModel(config).state_dict(), 1, None, layout="speculators")
-    assert evaluate.main(arguments(folders, "--prompt", "Sing.")) == 0
-    ours = read(folders)
-    assert evaluate.main([*arguments(folders, "--prompt", "Sing."), "--draft", str(tmp_path / "draft")]) == 0
-    theirs = read(folders)
+    config = load(folders / "run.toml", ["draft.layer_types=[]"])
+    reports = []
+    for layout in get_args(LayoutName):
+        export(tmp_path / layout, config, DraftModel(config).state_dict(), 1, None, layout)
+        assert evaluate.main([*arguments(folders, "--prompt", "Sing."), "--draft", str(tmp_path / layout)]) == 0
+        reports.append(read(folders))
+    ours, theirs = reports
     assert theirs.total.acceptance_per_position == ours.total.acceptance_per_position
     assert theirs.total.num_rounds == ours.total.num_rounds > 0
 

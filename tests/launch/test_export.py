@@ -1,4 +1,4 @@
-"""launch.export on a run of the tiny target: which checkpoint, which layout, and that a wrong export is refused."""
+"""launch.export on a run of the tiny target: which checkpoint, which layout, and what is said of it."""
 
 import json
 from pathlib import Path
@@ -7,21 +7,19 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from common import config as configuration
 from common.acceptance import Acceptance, Evaluation, SetAcceptance
 from common.config import Config
-from common.errors import CheckpointError, HeadraceError
+from common.errors import CheckpointError
 from launch import export
 from launch.data.synthetic import write_synthetic
-from launch.logit_check import LogitCheck
 from services.drafter.folder.checkpoint import Checkpoint, draft_identity, load_weights, save
 from services.drafter.folder.drafter_folder import load_drafter, read_drafter
 from services.drafter.model.model import DraftModel
 
 ROOT = Path(__file__).parents[2]
-CPU = torch.device("cpu")
 
 
 def acceptance(length: float) -> Acceptance:
@@ -59,7 +57,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def run(run_dir: Path, out: Path, layout: Any = "dflash", *, step: int | None = None, best: bool = False) -> str:
-    return export.run(run_dir, out, export.find_checkpoint(run_dir, step, best), layout, 2, CPU)
+    return export.run(run_dir, out, export.find_checkpoint(run_dir, step, best), layout)
 
 
 @pytest.mark.parametrize(("step", "best", "expected"), [(None, False, 30), (10, False, 10), (None, True, 20)])
@@ -67,7 +65,7 @@ def run(run_dir: Path, out: Path, layout: Any = "dflash", *, step: int | None = 
 def test_checkpoint_and_layout_asked_for(run_dir: Path, step: int | None, best: bool, expected: int, layout: str) -> None:
     config, out = configuration.read(run_dir), run_dir / "out"
     said = run(run_dir, out, layout, step=step, best=best)
-    assert said.startswith(f"{out}: 25 tensors of step {expected}\n")
+    assert said == f"{out}: 25 tensors of step {expected}, read back and equal"
     _, weights = load_weights(run_dir / f"checkpoints/step-{expected:08d}", draft_identity(config))
     assert read_drafter(out).layout == layout
     assert torch.equal(load_drafter(out, config).fc.weight, weights["fc.weight"].bfloat16().float())
@@ -100,12 +98,6 @@ def test_the_card_shows_what_it_is_worth(run_dir: Path) -> None:
     assert str(run_dir) not in card
 
 
-def test_without_held_out_rows_it_compares_on_training_rows(run_dir: Path) -> None:
-    config = configuration.read(run_dir)
-    configuration.write(msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, eval_path="")), run_dir)
-    assert "25 tensors of step 30" in run(run_dir, run_dir / "out")
-
-
 def test_what_is_not_there_is_named(run_dir: Path) -> None:
     with pytest.raises(CheckpointError, match="step-00000007"):
         run(run_dir, run_dir / "out", step=7)
@@ -114,54 +106,3 @@ def test_what_is_not_there_is_named(run_dir: Path) -> None:
     with pytest.raises(CheckpointError, match="needed a checkpoint with its held-out acceptance, found none"):
         run(run_dir, run_dir / "out", best=True)
     assert not (run_dir / "out").exists()
-
-
-def spoil_config(folder: Path, **changes: Any) -> None:
-    content = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(content | changes))
-
-
-def spoil_weights(folder: Path) -> None:
-    weights = load_file(folder / "model.safetensors")
-    names = "layers.0.self_attn.k_norm.weight", "layers.0.self_attn.q_norm.weight"
-    weights[names[0]], weights[names[1]] = weights[names[1]], weights[names[0]]
-    save_file(weights, folder / "model.safetensors")
-
-
-def test_a_folder_that_computes_something_else_is_refused(run_dir: Path) -> None:
-    config, out = configuration.read(run_dir), run_dir / "out"
-    _, weights = load_weights(run_dir / "checkpoints/step-00000030", draft_identity(config))
-    check = LogitCheck(config, weights, 2, CPU)
-    run(run_dir, out)
-    found = check.compare(out)
-    assert found.difference == 0.0  # the same arithmetic on the same bits
-    assert found.rounding > 0.0
-    assert found.num_changed < found.num_drafts / 4
-    rope = {"rope_theta": 1e6, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
-    dflash = {"block_size": 4, "mask_token_id": 62, "target_layer_ids": [1, 2]}
-    for changes in (rope, {"rms_norm_eps": 0.1}, {"dflash_config": dflash}):
-        run(run_dir, out)
-        spoil_config(out, **changes)
-        with pytest.raises(CheckpointError, match=r"a logit differs by .*, needed at most .*; refused"):
-            check.compare(out)
-    run(run_dir, out)
-    spoil_weights(out)
-    with pytest.raises(CheckpointError, match="a logit differs by"):
-        check.compare(out)
-
-
-def test_a_refused_export_leaves_the_earlier_one(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(run_dir, run_dir / "out", step=10)
-    before = (run_dir / "out/README.md").read_text()
-    wrong = {"rope_theta": 1e6, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
-    compare = LogitCheck.compare
-
-    def spoil_and_compare(check: LogitCheck, folder: Path) -> object:
-        spoil_config(folder, **wrong)
-        return compare(check, folder)
-
-    monkeypatch.setattr(LogitCheck, "compare", spoil_and_compare)
-    with pytest.raises(HeadraceError, match="refused"):
-        run(run_dir, run_dir / "out", step=20)
-    assert (run_dir / "out/README.md").read_text() == before
-    assert not list(run_dir.glob("*.partial"))

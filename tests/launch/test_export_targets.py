@@ -1,4 +1,4 @@
-"""Exports for every kind of target: what config.json says, the rotation that engines make of it, and the same logits."""
+"""Exports for every kind of target: what config.json says, the rotation that engines make of it, and the same weights."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,6 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from common import config as configuration
 from launch import export
-from launch.logit_check import LogitCheck
 from services.drafter.folder.checkpoint import draft_identity, load_weights
 from services.drafter.folder.drafter_folder import read_drafter
 from services.drafter.model.frozen import load_embedding_and_head
@@ -53,10 +52,12 @@ KINDS: dict[str, tuple[str, list[str], dict[str, Any], dict[str, Any]]] = {
 def test_export_of_a_drafter_for(
     tmp_path: Path, model_type: str, overrides: list[str], shape: dict[str, Any], expected: dict[str, Any], layout: Any
 ) -> None:
+    if layout == "speculators":  # which holds layers of one kind
+        overrides = [*overrides, "draft.layer_types=[]"]
     run_dir = make_run(tmp_path / "run", *overrides, model_type=model_type, **shape)
     config, checkpoint = configuration.read(run_dir), export.find_checkpoint(run_dir, None, best=False)
     out = tmp_path / "out"
-    export.run(run_dir, out, checkpoint, layout, 2, CPU)  # refused where a logit differs
+    export.run(run_dir, out, checkpoint, layout)
 
     written = json.loads((out / "config.json").read_text())
     decoder = written if layout == "dflash" else written["transformer_layer_config"]
@@ -75,8 +76,8 @@ def test_export_of_a_drafter_for(
     assert torch.allclose(cosine[0], trained[0], atol=1e-5) and torch.allclose(sine[0], trained[1], atol=1e-5)
 
     _, weights = load_weights(checkpoint, draft_identity(config))
-    compared = LogitCheck(config, weights, 3, CPU).compare(out)
-    assert compared.difference == 0.0 and compared.num_drafts > 20
+    built = read_drafter(out).build(config).state_dict()
+    assert {name for name, weight in weights.items() if torch.equal(built[name], weight.bfloat16().float())} == built.keys()
 
 
 def test_a_padded_head_is_used_whole(tmp_path: Path) -> None:
@@ -87,7 +88,7 @@ def test_a_padded_head_is_used_whole(tmp_path: Path) -> None:
     fast(tokenizer_object=vocabulary, unk_token="w0").save_pretrained(run_dir / "target")
     config = configuration.read(run_dir)
     assert load_embedding_and_head(config, CPU)[1].shape == (80, 32)
-    export.run(run_dir, tmp_path / "out", export.find_checkpoint(run_dir, None, best=False), "dflash", 2, CPU)
+    export.run(run_dir, tmp_path / "out", export.find_checkpoint(run_dir, None, best=False), "dflash")
     settings = read_drafter(tmp_path / "out").settings
     assert (settings["vocab_size"], settings["mask_token_id"]) == (80, 78)
 

@@ -7,7 +7,7 @@ from common.acceptance import Acceptance, Evaluation
 from common.config import Config
 from common.data.dataset import Dataset
 from common.errors import DataError
-from services.drafter.folder.engine_config import LayoutName
+from services.drafter.folder.engine_config import LayoutName, target_name
 
 
 def write_card(config: Config, step: int, evaluation: Evaluation | None, layout: LayoutName) -> str:
@@ -19,7 +19,7 @@ def write_card(config: Config, step: int, evaluation: Evaluation | None, layout:
         evaluation: of these weights; None when they were not measured.
         layout: of the folder.
     """
-    draft, shape, target = config.draft, config.shape, Path(config.model.path).name
+    draft, shape, target = config.draft, config.shape, target_name(config)
     return f"""# DFlash drafter for {target}
 
 Trained by Headrace (algorithm: arXiv 2602.06036). It drafts for this target only, and uses the target's embedding and head.
@@ -78,7 +78,8 @@ def _serving(config: Config, target: str, layout: LayoutName) -> str:
     speculative = json.dumps({"method": "dflash", "model": "<this folder>", "num_speculative_tokens": block_size - 1})
     vllm = f"vllm serve {target} --speculative-config '{speculative}'"
     if layout == "speculators":
-        return f"vLLM finds the target in `speculators_config`:\n\n    vllm serve <this folder>\n\nor\n\n    {vllm}\n"
+        named = f"vLLM finds the target in `speculators_config`, where {target} is a name of the hub or a folder beside it"
+        return f"{named}:\n\n    vllm serve <this folder>\n\nor\n\n    {vllm}\n"
     mixed = len(set(config.draft.layer_types)) > 1
     note = "; the mix of sliding and full layers needs VLLM_USE_V2_MODEL_RUNNER=1" if mixed else ""
     return f"""vLLM (a backend that computes attention without a causal mask{note}):

@@ -87,11 +87,18 @@ class Drafter:
         )
 
     def weights(self) -> dict[str, Tensor]:
-        """Read every tensor under our name, in float32, on the CPU; CheckpointError if a file is damaged."""
+        """Return every tensor under our name, in float32, on the CPU.
+
+        Raises:
+            CheckpointError: a file is damaged, or holds numbers that are not finite.
+        """
         try:
             tensors = read_tensors(self.folder, self.tensors.values(), torch.device("cpu"), torch.float32)
         except ModelError as error:
             raise CheckpointError(str(error)) from error
+        for name, tensor in tensors.items():
+            if num_bad := int((~tensor.isfinite()).sum()):
+                raise CheckpointError(f"{self.folder}: tensor {name}: needed finite numbers, found {num_bad} others")
         return {ours: tensors[theirs] for ours, theirs in self.tensors.items()}
 
     def build(self, config: Config) -> DraftModel:

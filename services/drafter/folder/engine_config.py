@@ -5,26 +5,39 @@ The rotary embedding is plain, over the whole head, with the target's theta, wha
 nothing from the target's, and the draft model was trained so.
 """
 
-import json
+import contextlib
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from common.config import Config
+from common.errors import CheckpointError, ModelError
+from common.json_file import read_object
 
 LayoutName = Literal["dflash", "speculators"]
 
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")  # "organisation/model", or one word; no path of a machine
+_HUB_CACHE = "models--"  # a download lies in models--ORGANISATION--MODEL/snapshots/COMMIT
+
 
 def engine_config(config: Config, layout: LayoutName) -> dict[str, Any]:
-    """Return the content of config.json."""
+    """Return the content of config.json.
+
+    Raises:
+        CheckpointError: the layout cannot say what the draft model computes.
+    """
     return dflash_config(config) if layout == "dflash" else speculators_config(config)
 
 
 def dflash_config(config: Config) -> dict[str, Any]:
-    """Return z-lab's layout, which vLLM and SGLang load: Qwen3's keys, and the drafter's own in `dflash_config`."""
+    """Write z-lab's layout, which vLLM and SGLang load: Qwen3's keys, and the drafter's own in `dflash_config`.
+
+    There is no `auto_map`: it names a file of code that z-lab puts beside the weights; engines go by `architectures`.
+    """
     draft = config.draft
     own = {
         "architectures": ["DFlashDraftModel"],
-        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
         "block_size": draft.block_size,
         "dflash_config": {
             "block_size": draft.block_size,
@@ -37,7 +50,7 @@ def dflash_config(config: Config) -> dict[str, Any]:
 
 
 def speculators_config(config: Config) -> dict[str, Any]:
-    """Return the layout of vllm-project/speculators: Qwen3's keys in `transformer_layer_config`, tap ids one higher."""
+    """Write the layout of vllm-project/speculators: Qwen3's keys in `transformer_layer_config`, tap ids one higher."""
     draft, vocab_size = config.draft, config.shape.vocab_size
     return {
         "architectures": ["DFlashSpeculator"],
@@ -46,7 +59,7 @@ def speculators_config(config: Config) -> dict[str, Any]:
             "algorithm": "dflash",
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": draft.block_size - 1}],
-            "verifier": {"name_or_path": config.model.path, "architectures": _target_architectures(config)},
+            "verifier": {"name_or_path": target_name(config), "architectures": _target_architectures(config)},
         },
         "transformer_layer_config": _decoder_config(config),
         "aux_hidden_state_layer_ids": [layer + 1 for layer in draft.tap_layers],
@@ -54,7 +67,7 @@ def speculators_config(config: Config) -> dict[str, Any]:
         "mask_token_id": draft.mask_token_id,
         "draft_vocab_size": vocab_size,
         "sample_from_anchor": False,
-        "sliding_window_non_causal": False,
+        "sliding_window_non_causal": _is_non_causal(draft.layer_types),
         "tie_word_embeddings": False,
     }
 
@@ -90,7 +103,32 @@ def _decoder_config(config: Config) -> dict[str, Any]:
     }
 
 
+def _is_non_causal(layer_types: Sequence[str]) -> bool:
+    """Return the one value from which vLLM takes for every layer, full ones too, whether a block is causal."""
+    kinds = sorted(set(layer_types))
+    if len(kinds) > 1:
+        raise CheckpointError(
+            f"draft.layer_types: needed one kind for the speculators layout, found {' and '.join(kinds)}; "
+            "z-lab's layout (--format dflash) holds both"
+        )
+    return kinds != ["sliding_attention"]
+
+
+def target_name(config: Config) -> str:
+    """Return the name of the target for others: that of its own config.json, of the hub's cache, or of its folder."""
+    folder = Path(config.model.path).expanduser()
+    with contextlib.suppress(ModelError):  # an export needs no target: its folder may be gone
+        stated = _target_content(config).get("_name_or_path")
+        if isinstance(stated, str) and _HUB_ID.fullmatch(stated):
+            return stated
+    cached = next((part for part in reversed(folder.parts) if part.startswith(_HUB_CACHE)), None)
+    return cached.removeprefix(_HUB_CACHE).replace("--", "/") if cached else folder.absolute().name
+
+
 def _target_architectures(config: Config) -> list[str]:
-    content = json.loads((Path(config.model.path).expanduser() / "config.json").read_text())
-    architectures: list[str] = content.get("architectures") or []
+    architectures: list[str] = _target_content(config).get("architectures") or []
     return architectures
+
+
+def _target_content(config: Config) -> dict[str, Any]:
+    return read_object(Path(config.model.path).expanduser() / "config.json", ModelError)

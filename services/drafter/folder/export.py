@@ -1,7 +1,7 @@
 """A trained draft model as the files that inference engines load (dflash.md section 5)."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -28,7 +28,6 @@ def export(
     step: int,
     evaluation: Evaluation | None,
     layout: LayoutName = "dflash",
-    check: Callable[[Path], object] = lambda folder: None,
 ) -> None:
     """Write `folder` with config.json, model.safetensors (bfloat16) and a README.md; replace an export that is there.
 
@@ -39,36 +38,21 @@ def export(
         step: optimizer steps behind these weights.
         evaluation: of these weights; None when they were not measured.
         layout: "dflash" for vLLM and SGLang, "speculators" for what reads that library's models.
-        check: called with the complete folder before it gets its name; what it raises leaves everything as it was.
 
     Raises:
         CheckpointError: the folder holds something else, the weights are not those of the draft model of `config`,
-            the disk refused, or what was written does not read back as the same drafter.
+            the layout cannot hold it, the disk refused, or what was written does not read back as the same drafter.
     """
-    rounded = {name: weight.detach().to("cpu", torch.bfloat16) for name, weight in weights.items()}
-    write_drafter(folder, config, rounded, write_card(config, step, evaluation, layout), layout, check)
-
-
-def write_drafter(
-    folder: Path,
-    config: Config,
-    weights: Mapping[str, Tensor],
-    card: str,
-    layout: LayoutName = "dflash",
-    check: Callable[[Path], object] = lambda folder: None,
-) -> None:
-    """Write weights (on the CPU, all of one type) in their own type, with `card` as the README.md; else like `export`."""
     _check_replaceable(folder)
-    _check_shapes(folder, weights, tensor_shapes(config))
-    ordered = {name: weights[name].contiguous() for name in tensor_shapes(config)}
-    (dtype,) = {weight.dtype for weight in ordered.values()}
-    content = engine_config(config, layout) | {"dtype": str(dtype).removeprefix("torch.")}
+    needed = tensor_shapes(config)
+    _check_shapes(folder, weights, needed)
+    rounded = {name: weights[name].detach().to("cpu", torch.bfloat16).contiguous() for name in needed}
+    content = engine_config(config, layout) | {"dtype": "bfloat16"}
     with durable_folder(folder) as aside:
         (aside / CONFIG).write_text(json.dumps(content, indent=2) + "\n")
-        (aside / CARD).write_text(card)
-        _write_weights(aside / WEIGHTS, ordered)
-        _check_reading(aside, config, ordered)
-        check(aside)
+        (aside / CARD).write_text(write_card(config, step, evaluation, layout))
+        _write_weights(aside / WEIGHTS, rounded)
+        _check_reading(aside, config, rounded)
 
 
 def _check_replaceable(folder: Path) -> None:

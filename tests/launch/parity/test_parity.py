@@ -7,13 +7,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from common import config as configuration
+from launch.decoding.full_target import load_full_target
 from launch.parity.__main__ import main
+from launch.parity.folder import read_folder
+from launch.parity.plain import PlainTarget, run_plain
+from launch.parity.probe import read_documents
+from launch.parity.stages import compare as compare_traces
 from services.drafter.folder.checkpoint import draft_identity, load_weights
 from services.drafter.folder.export import export
+from tests.builders.glimmer import run_glimmer
 from tests.builders.parity_runs import edit_config, edit_tensor, finish_run, make_run, remove_tensor
 
 ROOT = Path(__file__).parents[3]
@@ -46,7 +54,7 @@ def compare(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple
 def test_an_untouched_export_is_the_same(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overrides, shape = KINDS[kind]
     run = make_run(tmp_path / "run", *overrides, **shape)
-    for arguments in (["--reference", str(run)], ["--reference", "training"], ["--reference", "transformers"]):
+    for arguments in (["--reference", str(run)], ["--reference", "training"]):
         code, report = compare(capsys, run, *arguments)
         differing = [stage for stage in report["stages"] if not stage["same"]]
         assert (code, differing, report["doubts"]) == (0, [], []), arguments
@@ -54,6 +62,20 @@ def test_an_untouched_export_is_the_same(kind: str, tmp_path: Path, capsys: pyte
         closest = max(stage["difference"] / stage["bound"] for stage in report["stages"] if stage["bound"])
         assert 0 < closest < 0.2  # far from an alarm, and both sides did compute
     assert len(compare(capsys, run)[1]["stages"]) == 11
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_it_takes_for_an_engine_computes_what_the_model_of_transformers_does(kind: str, tmp_path: Path) -> None:
+    overrides, shape = KINDS[kind]
+    run = make_run(tmp_path / "run", *overrides, **shape)
+    config = configuration.read(run)
+    in_float32 = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, dtype="float32"))
+    target, folder = PlainTarget(load_full_target(in_float32, torch.device("cpu"))), read_folder(run / "export")
+    documents = read_documents(run / "data/eval", num_documents=4, max_tokens=192)
+    verdicts = compare_traces(run_glimmer(folder, target, documents), run_plain(folder, target, documents))
+    assert len(verdicts) == 5
+    assert [verdict for verdict in verdicts if not verdict.same] == []
+    assert max(verdict.difference for verdict in verdicts) > 0.0  # two computations, not one
 
 
 @pytest.mark.gpu
@@ -105,18 +127,6 @@ def test_the_layouts_of_others(tmp_path: Path, capsys: pytest.CaptureFixture[str
     run = make_run(tmp_path / "run")
     written = json.loads((run / "export/config.json").read_text())
     own = written.pop("dflash_config")
-    config = configuration.read(run)
-    _, weights = load_weights(run / "checkpoints/step-00000003", draft_identity(config))
-    export(tmp_path / "exported", config, weights, 3, None, "speculators")
-    code, report = compare(capsys, tmp_path / "exported", "--reference", run)
-    assert (code, report["doubts"]) == (0, [])
-    speculators = {
-        "speculators_model_type": "dflash",
-        "transformer_layer_config": written,
-        "block_size": written["block_size"],
-        "mask_token_id": own["mask_token_id"],
-        "aux_hidden_state_layer_ids": [layer + 1 for layer in own["target_layer_ids"]],
-    }
     flat = {**written, "mask_token_id": own["mask_token_id"], "target_layer_ids": own["target_layer_ids"]}
     renamed = {
         "fc.weight": "context_proj.weight",
@@ -125,15 +135,52 @@ def test_the_layouts_of_others(tmp_path: Path, capsys: pytest.CaptureFixture[str
     }
     tensors = load_file(run / "export/model.safetensors")
     torchspec = {renamed.get(name, name): tensor for name, tensor in tensors.items()}
-    for name, content, weights in (("speculators", speculators, tensors), ("torchspec", flat, torchspec)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(content))
-        save_file(weights, tmp_path / name / "model.safetensors")
-        code, report = compare(capsys, tmp_path / name, "--reference", run)
-        assert (code, report["doubts"]) == (0, []), name
-    (tmp_path / "speculators/config.json").write_text(json.dumps(speculators | {"sliding_window_non_causal": True}))
-    code, report = compare(capsys, tmp_path / "speculators", "--reference", run)
+    (tmp_path / "torchspec").mkdir()
+    (tmp_path / "torchspec/config.json").write_text(json.dumps(flat))
+    save_file(torchspec, tmp_path / "torchspec/model.safetensors")
+    code, report = compare(capsys, tmp_path / "torchspec", "--reference", run)
+    assert (code, report["doubts"]) == (0, [])
+
+
+@pytest.mark.parametrize(("kind", "right"), [("full_attention", True), ("sliding_attention", False)])
+def test_the_speculators_layout_beside_the_run_and_beside_the_target_alone(
+    kind: str, right: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM makes of sliding_window_non_causal one value for every layer, and takes true where it is not written."""
+    run, exported = make_run(tmp_path / "run", f"draft.layer_types={[kind] * 3}"), tmp_path / "exported"
+    config = configuration.read(run)
+    _, weights = load_weights(run / "checkpoints/step-00000003", draft_identity(config))
+    export(exported, config, weights, 3, None, "speculators")
+    for flag in (True, False, None):
+        edit_config(exported, sliding_window_non_causal=flag)
+        is_right = right if flag is None else flag == right
+        for reference in (("--reference", run), ("--model", run / "target")):
+            code, report = compare(capsys, exported, *reference)
+            assert (code, report["first_difference"]) == ((0, None) if is_right else (1, "masks")), (flag, reference)
+    assert report["doubts"] == []
+
+
+@pytest.mark.parametrize("flag", [True, False, None])
+def test_no_speculators_folder_of_mixed_layers_is_the_same(
+    flag: bool | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, theirs = make_run(tmp_path / "run"), tmp_path / "theirs"
+    shutil.copytree(run / "export", theirs)
+    written = json.loads((theirs / "config.json").read_text())
+    own = written.pop("dflash_config")
+    speculators = {
+        "speculators_model_type": "dflash",
+        "transformer_layer_config": written,
+        "block_size": written["block_size"],
+        "mask_token_id": own["mask_token_id"],
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in own["target_layer_ids"]],
+    }
+    (theirs / "config.json").write_text(json.dumps(speculators))
+    edit_config(theirs, sliding_window_non_causal=flag)
+    code, report = compare(capsys, theirs, "--reference", run)
     assert (code, report["first_difference"]) == (1, "masks")
+    layer = 0 if flag in (True, None) else 1
+    assert report["stages"][6]["place"]["where"].startswith(f"layer {layer}, document 0")
 
 
 def test_the_table_as_typed(tmp_path: Path) -> None:
@@ -196,7 +243,6 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ),
         ([tmp_path / "less", "--model", target], "less: needed the tensors layers.1.self_attn.k_norm.weight, found none"),
         ([run, "--model", tmp_path / "headless"], "headless: needed a tensor named lm_head.weight, found none"),
-        ([drafter, "--model", target, "--trials"], "--trials: needed --data with answers of the target, found none"),
         ([tmp_path / "fewer", "--model", target], "tensor fc.weight: needed [32, 32], found [32, 64]"),
     ]
     capsys.readouterr()  # what saving the target printed

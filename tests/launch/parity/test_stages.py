@@ -1,7 +1,6 @@
 """How launch.parity compares numbers, and that it sees faults in the code of training as well as in files."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,7 @@ from services.drafter.model import step as step_module
 from services.drafter.model.visibility import BlockAnchors, Ints, KeyRuns, key_runs
 from services.target import model as target_module
 from services.target.capture import Capture
-from tests.builders.launched_runs import LaunchedRun
-from tests.builders.parity_runs import edit_config, make_run
+from tests.builders.parity_runs import make_run
 
 
 def taps(values: list[list[float]], where: str = "tap 0") -> dict[str, list[Reading]]:
@@ -149,21 +147,3 @@ def test_faults_in_the_code_of_training(
         assert (code, found_stage) == (1, stage), name
         assert cause in found_cause
     assert first_stage(run, capsys)[0] == 0
-
-
-def test_trials_find_by_its_effect_what_no_file_tells(
-    small_reference: LaunchedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = small_reference.directory
-    data = ("--data", str(run / "data/train"), "--num-documents", "32", "--trials", "--json", "--threads", "1")
-    assert main([str(run), *data]) == 0
-    trials = json.loads(capsys.readouterr().out)["trials"]
-    assert trials[0]["change"] == "as it is"
-    assert not any(trial["is_better"] for trial in trials)
-    right = trials[0]["accepted"]
-
-    shutil.copytree(run / "export", tmp_path / "export")
-    edit_config(tmp_path / "export", dflash_config={"target_layer_ids": [2, 3]})
-    assert main([str(tmp_path / "export"), "--reference", str(run), *data]) == 1
-    better = {trial["change"]: trial for trial in json.loads(capsys.readouterr().out)["trials"] if trial["is_better"]}
-    assert better["taps of layers [1, 2]"]["accepted"] == right

@@ -8,12 +8,15 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from services.drafter.training.snapshots import Snapshots
 from torch import Tensor
 
 from common.config import Config
+from common.drafter_files import fingerprint_drafter
 from common.errors import CheckpointError
 from services.drafter.folder.drafter_folder import load_drafter, read_drafter
 from services.drafter.model.model import DraftModel
+from services.drafter.training.optimizer import MasterAdamW
 from tests.builders.batches import BLOCK_SIZE, MASK_TOKEN, make_config
 
 Content = dict[str, Any]
@@ -114,6 +117,42 @@ def test_every_layout_is_the_same_draft_model(tmp_path: Path, weights: dict[str,
     assert {key: torch.equal(value, weights[key].float()) for key, value in model.state_dict().items()} == dict.fromkeys(
         weights, True
     )
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_run_begins_with_the_very_weights_of_every_layout(
+    tmp_path: Path, weights: dict[str, Tensor], name: str, dtype: torch.dtype
+) -> None:
+    stored = {key: weight.to(dtype) * (1.0 if dtype is torch.bfloat16 else 1.001) for key, weight in weights.items()}
+    folder = write(tmp_path / "drafter", LAYOUTS[name], stored)
+    config = with_draft(make_config(), init=str(folder), init_fingerprint=fingerprint_drafter(folder))
+    model = DraftModel(config)
+    optimizer = MasterAdamW(model, config.train, num_steps=10, num_sums=2)
+    assert Snapshots(tmp_path / "run", config, b"p" * 16, rank=1).resume(model, optimizer) == 0
+    masters = optimizer.master_weights(model)
+    assert {key for key, weight in stored.items() if torch.equal(masters[key], weight.float())} == masters.keys()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_weights_that_are_no_numbers_are_refused(tmp_path: Path, weights: dict[str, Tensor], bad: float) -> None:
+    weights["fc.weight"][0, :2] = bad
+    folder = write(tmp_path / "drafter", TORCHSPEC, weights)
+    with pytest.raises(CheckpointError, match=r"tensor context_proj\.weight: needed finite numbers, found 2 others"):
+        load_drafter(folder, make_config())
+
+
+def test_all_that_does_not_fit_is_named_at_once(tmp_path: Path, weights: dict[str, Tensor]) -> None:
+    content = ZLAB | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}, "rope_theta": 1e6, "vocab_size": 128}
+    del weights["hidden_norm.weight"]
+    folder = write(tmp_path / "drafter", content, weights | {"layers.0.self_attn.q_norm.weight": torch.ones(16)})
+    assert read_drafter(folder).misfits(make_config()) == [
+        "rope_parameters.rope_type: needed default, found yarn",
+        "vocab_size: needed 32, found 128",
+        "rope_theta: needed 10000.0, found 1000000.0",
+        "tensor hidden_norm.weight: needed [32], found None",
+        "tensor layers.0.self_attn.q_norm.weight: needed [8], found [16]",
+    ]
 
 
 def test_weights_in_several_files(tmp_path: Path, weights: dict[str, Tensor]) -> None:

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from common.config import Config
@@ -17,6 +18,7 @@ from launch.decoding.answer import Limits
 from launch.decoding.block_drafter import BlockDrafter
 from launch.decoding.speculate import speculate
 from services.drafter.folder.drafter_folder import load_drafter
+from services.drafter.folder.engine_config import engine_config
 from services.drafter.folder.export import export
 from services.drafter.model.model import DraftModel
 from tests.builders.batches import make_evaluation
@@ -86,7 +88,7 @@ def test_config_is_what_engines_read(tmp_path: Path, tiny: tuple[Config, Any]) -
     export(tmp_path / "out", config, DraftModel(config).state_dict(), step=1, evaluation=None)
     found = json.loads((tmp_path / "out/config.json").read_text())
     assert found["architectures"] == ["DFlashDraftModel"]
-    assert found["auto_map"] == {"AutoModel": "dflash.DFlashDraftModel"}
+    assert "auto_map" not in found  # it would name a file of code that is not in the folder
     assert found["num_target_layers"] == 4
     assert found["block_size"] == 4
     assert found["dflash_config"] == {"block_size": 4, "mask_token_id": MASK_TOKEN, "target_layer_ids": [0, 2]}
@@ -100,6 +102,51 @@ def test_config_is_what_engines_read(tmp_path: Path, tiny: tuple[Config, Any]) -
     assert parsed.sliding_window == 6
     assert parsed.rope_parameters["rope_theta"] == 10000.0
     assert parsed.num_hidden_layers == 2
+
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@pytest.mark.parametrize(("kind", "non_causal"), [(FULL, True), (SLIDING, False)])
+def test_the_speculators_layout_says_for_all_layers_whether_blocks_are_causal(
+    tmp_path: Path, kind: str, non_causal: bool
+) -> None:
+    config, _ = make_target(tmp_path, "qwen3", f"draft.layer_types=['{kind}', '{kind}']")
+    export(tmp_path / "out", config, DraftModel(config).state_dict(), step=1, evaluation=None, layout="speculators")
+    assert json.loads((tmp_path / "out/config.json").read_text())["sliding_window_non_causal"] is non_causal
+    assert load_drafter(tmp_path / "out", config).windows == [6 * (kind == SLIDING)] * 2
+
+
+def test_the_speculators_layout_refuses_a_mix_of_layers(tmp_path: Path, tiny: tuple[Config, Any]) -> None:
+    config, _ = tiny
+    needed = "needed one kind for the speculators layout, found full_attention and sliding_attention; z-lab's layout"
+    with pytest.raises(CheckpointError, match=needed):
+        export(tmp_path / "out", config, DraftModel(config).state_dict(), step=1, evaluation=None, layout="speculators")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("folder", "stated", "name"),
+    [
+        ("Qwen3-8B", None, "Qwen3-8B"),
+        ("Qwen3-8B", "Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("Qwen3-8B", "/somebody/else/checkpoint-9", "Qwen3-8B"),
+        ("Qwen3-8B", "../checkpoint-9", "Qwen3-8B"),
+        ("models--Qwen--Qwen3-8B/snapshots/0f3ab1", None, "Qwen/Qwen3-8B"),
+    ],
+)
+def test_the_target_is_named_as_others_know_it(tmp_path: Path, folder: str, stated: str | None, name: str) -> None:
+    config, _ = make_target(tmp_path, "qwen3", f"draft.layer_types=['{FULL}', '{FULL}']")
+    target = tmp_path / folder
+    target.mkdir(parents=True)
+    (target / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], "_name_or_path": stated}))
+    config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=str(target)))
+    export(tmp_path / "out", config, DraftModel(config).state_dict(), step=1, evaluation=None, layout="speculators")
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    verifier = {"name_or_path": name, "architectures": ["Qwen3ForCausalLM"]}
+    assert written["speculators_config"]["verifier"] == verifier
+    assert str(tmp_path) not in json.dumps(written)
+    assert f"# DFlash drafter for {name}\n" in (tmp_path / "out/README.md").read_text()
 
 
 def test_card_says_what_was_measured(tmp_path: Path, tiny: tuple[Config, Any]) -> None:
@@ -125,6 +172,48 @@ def test_wrong_weights_are_refused(tmp_path: Path, tiny: tuple[Config, Any]) -> 
     del other["fc.weight"]
     with pytest.raises(CheckpointError, match=r"fc\.weight: needed \[32, 64\], found None"):
         export(tmp_path / "out", config, other, step=1, evaluation=None)
+    assert not (tmp_path / "out").exists()
+
+
+ROPE = {"rope_theta": 1e6, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+WRONG_CONTENTS: dict[str, dict[str, Any]] = {
+    "rope_theta": ROPE,
+    "rms_norm_eps": {"rms_norm_eps": 0.1},
+    "mask_token_id": {"dflash_config": {"block_size": 4, "mask_token_id": 1, "target_layer_ids": [0, 2]}},
+    "tap_layers": {"dflash_config": {"block_size": 4, "mask_token_id": MASK_TOKEN, "target_layer_ids": [1, 3]}},
+    "layer_types": {"layer_types": ["full_attention", "sliding_attention"]},
+    "sliding_window": {"sliding_window": 7},
+    "num_attention_heads": {"num_attention_heads": 8},
+}
+
+
+@pytest.mark.parametrize("key", WRONG_CONTENTS)
+def test_an_export_that_states_another_drafter_is_refused_and_the_earlier_one_stays(
+    tmp_path: Path, tiny: tuple[Config, Any], key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, _ = tiny
+    export(tmp_path / "out", config, DraftModel(config).state_dict(), step=1, evaluation=None)
+    monkeypatch.setattr(
+        "services.drafter.folder.export.engine_config", lambda *given: engine_config(*given) | WRONG_CONTENTS[key]
+    )
+    with pytest.raises(CheckpointError, match=f"reads back as another drafter: .*{key}: needed"):
+        export(tmp_path / "out", config, DraftModel(config).state_dict(), step=2, evaluation=None)
+    assert "steps: 1\n" in (tmp_path / "out/README.md").read_text()
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_an_export_that_holds_other_weights_is_refused(
+    tmp_path: Path, tiny: tuple[Config, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, _ = tiny
+    names = "layers.0.self_attn.k_norm.weight", "layers.0.self_attn.q_norm.weight"
+
+    def save_swapped(weights: dict[str, torch.Tensor], *rest: Any, **more: Any) -> None:
+        save_file(weights | {names[0]: weights[names[1]], names[1]: weights[names[0]]}, *rest, **more)
+
+    monkeypatch.setattr("services.drafter.folder.export.save_file", save_swapped)
+    with pytest.raises(CheckpointError, match=r"tensor layers\.0\.self_attn\.[kq]_norm\.weight: read back other bytes"):
+        export(tmp_path / "out", config, spread(DraftModel(config)).state_dict(), step=1, evaluation=None)
     assert not (tmp_path / "out").exists()
 
 
