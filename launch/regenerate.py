@@ -27,10 +27,9 @@ from transformers import PreTrainedTokenizerBase
 from common.errors import HeadraceError
 from launch.arguments import parse_device
 from launch.data.answers import Answer, AnswerFile, History, Row, Written, hold, key_of
-from launch.data.chat import load_tokenizer, render
+from launch.data.chat import TEMPLATE_ERRORS, load_tokenizer, render
 from launch.data.completions import RefusedError, Server
 from launch.data.generator import Generator as Target
-from launch.data.masking import TEMPLATE_ERRORS
 from launch.data.prompts import Script, read_scripts
 from launch.prepare import parse_setting
 

@@ -1,13 +1,18 @@
 """A target's tokenizer and its chat template, always as plain lists of token ids."""
 
 import json
+import re
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, overload
 
+import jinja2
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from common.errors import ModelError
-from launch.data.conversations import Message
+from launch.data.conversations import REASONING_KEYS, Message
+
+TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
 
 def open_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -49,18 +54,91 @@ def render(
     tools: list[dict[str, Any]] | None = None,
     settings: dict[str, Any] | None = None,
 ) -> list[int]:
-    """Token ids of a conversation; with `generation_prompt` up to where the assistant's next answer starts.
+    """Return the token ids of a conversation; with `generation_prompt` up to where the assistant's next answer starts.
 
     `settings` are variables of the template, such as enable_thinking.
     """
-    ids = tokenizer.apply_chat_template(
-        messages,
-        tools=[*tools] if tools else None,
-        add_generation_prompt=generation_prompt,
-        return_dict=False,
-        **(settings or {}),
-    )
-    return cast(list[int], ids)  # of one conversation, tokenized
+    text = render_text(tokenizer, messages, generation_prompt=generation_prompt, tools=tools, settings=settings)
+    return tokenize(tokenizer, text)
+
+
+def render_text(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    *,
+    generation_prompt: bool,
+    tools: list[dict[str, Any]] | None = None,
+    settings: dict[str, Any] | None = None,
+) -> str:
+    """Return the text of a conversation.
+
+    Arguments of tool calls are objects, as servers give them to templates. A template that joins them to text fails on
+    objects, or prints them as Python does: it is given the JSON text.
+    """
+
+    def apply(messages: list[Message]) -> str:
+        return str(
+            tokenizer.apply_chat_template(
+                messages,
+                tools=[*tools] if tools else None,
+                add_generation_prompt=generation_prompt,
+                tokenize=False,
+                **(settings or {}),
+            )
+        )
+
+    keys = _reasoning_keys(tokenizer.get_chat_template(tools=tools))
+    messages = [_with_reasoning_under(message, keys) for message in messages]
+    first = next((call["function"]["arguments"] for message in messages for call in message.get("tool_calls") or []), None)
+    try:
+        text = apply(messages)
+    except TEMPLATE_ERRORS:
+        if first is None:
+            raise
+        return apply([_with_json_arguments(message) for message in messages])
+    if not first or str(first) not in text:
+        return text
+    joined = apply([_with_json_arguments(message) for message in messages])
+    return joined if joined.count(str(first)) < text.count(str(first)) else text  # else a person quotes Python
+
+
+@overload
+def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]: ...
+@overload
+def tokenize(tokenizer: PreTrainedTokenizerBase, text: list[str]) -> list[list[int]]: ...
+def tokenize(tokenizer: PreTrainedTokenizerBase, text: str | list[str]) -> list[int] | list[list[int]]:
+    """Return the ids of a rendered text, or of several: the template has put every special token into it."""
+    ids: list[int] | list[list[int]] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+@lru_cache
+def _reasoning_keys(template: str) -> tuple[str, ...]:
+    """Return the keys under which a template reads the reasoning: `message.thinking`, `message["reasoning_content"]`.
+
+    Versions of transformers differ in which names they add to a message, so none is relied on.
+    """
+    read = {match[1] for match in re.finditer(rf"[.'\"]({'|'.join(REASONING_KEYS)})\b", template)}
+    return tuple(key for key in REASONING_KEYS if key in read) or REASONING_KEYS[:1]
+
+
+def _with_reasoning_under(message: Message, keys: tuple[str, ...]) -> Message:
+    reasoning = next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
+    if reasoning is None:
+        return message
+    return {key: value for key, value in message.items() if key not in REASONING_KEYS} | dict.fromkeys(keys, reasoning)
+
+
+def _with_json_arguments(message: Message) -> Message:
+    if not message.get("tool_calls"):
+        return message
+    functions = [call["function"] for call in message["tool_calls"]]
+    texts = [json.dumps(function["arguments"], ensure_ascii=False) for function in functions]
+    calls = [
+        call | {"function": function | {"arguments": text}}
+        for call, function, text in zip(message["tool_calls"], functions, texts, strict=True)
+    ]
+    return message | {"tool_calls": calls}
 
 
 def end_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> set[int]:

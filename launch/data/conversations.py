@@ -5,8 +5,9 @@
     {"prompt_ids": [...], "answer_ids": [...]}             the same, as launch.regenerate writes them
     {"answers": [{"prompt_ids": ..., "answer_ids": ...}]}  one per turn
 
-Beside the messages may stand `tools` (a list or its JSON), `system` (a text) and `finished` (false: the last answer
-was cut at a token limit); in every form a text `category`, or `task`, or `source`, by which acceptance is told apart.
+Beside the messages, or in the system turn, may stand `tools` or `functions` (a list or its JSON); beside them `system`
+(a text) and `finished` (false: the last answer was cut at a token limit); in every form a text `category`, or `task`,
+or `source`, by which acceptance is told apart.
 A message may carry `tool_calls`, `reasoning_content` (or `reasoning`, `thinking`), and `weight` 0 for an answer that
 is not to be learnt.
 """
@@ -85,13 +86,28 @@ def read_category(row: dict[str, Any]) -> str:
     return named.encode(errors="replace").decode()
 
 
-def read_tools(value: object) -> list[dict[str, Any]] | None:
-    """A list of tools or its JSON; None for none. RuleError where it is neither."""
+def read_tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the tools of a row, a list or its JSON, beside the messages or in the system turn; None for none.
+
+    `functions` are the older form of them, without the wrapper that templates expect. RuleError for anything else.
+    """
+    turns = _parsed(row["messages"] if row.get("messages") is not None else row.get("conversations"))
+    places = [row, *(turn for turn in (turns if isinstance(turns, list) else []) if isinstance(turn, dict))]
+    for place in places:
+        tools = _read_objects(place.get("tools"))
+        if functions := _read_objects(place.get("functions")):
+            tools = tools or [tool if "function" in tool else {"type": "function", "function": tool} for tool in functions]
+        if tools:
+            return tools
+    return None
+
+
+def _read_objects(value: object) -> list[dict[str, Any]]:
     tools = [_parsed(tool) for tool in _as_list(_parsed(value))]
     if not all(isinstance(tool, dict) for tool in tools):
         raise RuleError(Dropped.BAD_TOOLS)
     _check_text(tools)
-    return [tool for tool in tools if isinstance(tool, dict)] or None
+    return [tool for tool in tools if isinstance(tool, dict)]
 
 
 def _read_answers(row: dict[str, Any]) -> list[Sample]:
@@ -123,8 +139,9 @@ def _read_conversation(row: dict[str, Any], aliases: dict[str, str]) -> Conversa
     messages, removed = _without_leading_answers(read_messages(row, aliases))
     while messages[-1]["role"] != "assistant":
         messages.pop()  # nobody answers it
-    tools = read_tools(row.get("tools"))
-    return Conversation(messages, tools, row.get("finished") is not False, Changed.LEADING_ANSWER if removed else None)
+    return Conversation(
+        messages, read_tools(row), row.get("finished") is not False, Changed.LEADING_ANSWER if removed else None
+    )
 
 
 def _read_message(turn: object, aliases: dict[str, str]) -> Message:
@@ -147,7 +164,7 @@ def _read_content(turn: dict[str, Any], role: str) -> str:
     match turn.get("content", turn.get("value")):
         case str(text):
             return text
-        case None if role == "assistant" and turn.get("tool_calls"):
+        case None if role == "assistant" and (turn.get("tool_calls") or turn.get("function_call")):
             return ""  # as servers hand it to the template
         case [*parts] if parts and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
             return "".join(part["text"] for part in parts)
@@ -161,6 +178,8 @@ def _read_extras(turn: dict[str, Any]) -> Message:
         extras["reasoning_content"] = reasoning
     if turn.get("tool_calls"):
         extras["tool_calls"] = _read_tool_calls(turn["tool_calls"])
+    elif turn.get("function_call"):  # the older form, for one call
+        extras["tool_calls"] = _read_tool_calls([_parsed(turn["function_call"])])
     if turn.get("weight") is not None:
         extras["weight"] = turn["weight"]
     return extras

@@ -9,7 +9,8 @@ import tokenizers
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from launch.data import conversations, inputs, masking, rules
+from launch import incremental
+from launch.data import chat, conversations, inputs, masking, rules
 from launch.data.inputs import Input
 
 
@@ -32,7 +33,7 @@ def describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 def describe_rules() -> str:
     """SHA-256 of the code that reads, renders and checks rows."""
-    files = [Path(str(module.__file__)) for module in (inputs, conversations, masking, rules)]
+    files = [Path(str(module.__file__)) for module in (inputs, conversations, chat, incremental, masking, rules)]
     return _sha256(b"".join(file.read_bytes() for file in files))
 
 

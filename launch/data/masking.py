@@ -7,21 +7,22 @@ For the answer at message t two renders are compared:
 
 So what a template puts into the generation prompt is not supervised, and text that quotes its markers is only text.
 Where a template renders earlier answers differently once others follow (thinking models), one row cannot show them
-all as they were served: the conversation becomes one row per answer.
+all as they were served: an answer that does not go on from the row before begins a row of its own.
 """
 
 from typing import Any, NamedTuple
 
-import jinja2
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from common.data.arrow_file import Sample
-from launch.data.chat import render
+from launch.data.chat import TEMPLATE_ERRORS, render_text
 from launch.data.conversations import Conversation, Message
 from launch.data.rules import Changed, Dropped, Outcome
+from launch.incremental import IncrementalTokenizer
 
-TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+_MAX_REFUSAL_CHARACTERS = 120
+_CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": "x"}}}
 
 
 class _Answer(NamedTuple):
@@ -31,64 +32,134 @@ class _Answer(NamedTuple):
     start: int
 
 
+class _Row(NamedTuple):
+    """Ids, and the stretches of them that are supervised."""
+
+    ids: list[int]
+    spans: list[tuple[int, int]]
+
+
 class Masker:
     """Renders conversations with one tokenizer and template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end_ids: set[int], settings: dict[str, Any] | None = None) -> None:
         self._tokenizer = tokenizer
+        self._encode = IncrementalTokenizer(tokenizer).encode
         self._end_ids = end_ids
         self._special_ids = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
         self._settings = settings
+        self._next_turn = {calls: self._find_next_turn(calls=calls) for calls in (False, True)}
 
     def mask(self, conversation: Conversation) -> Outcome:
-        """The samples of a conversation, or the rule that drops it."""
+        """Return the samples of a conversation, or the rule that drops it."""
         messages = conversation.messages
-        turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         learnt = [turn for turn in turns if messages[turn].get("weight") != 0]
         spoken = [turn for turn in learnt if _says_something(messages[turn])]
         if not spoken:
             return Outcome([], Dropped.NOT_SUPERVISED)
         cut = None if conversation.finished else turns[-1]
+        rows: list[_Row] = []
+        dropped: list[Dropped] = []
         try:
-            answers = [self._render(conversation, turn, taught_to_stop=turn != cut) for turn in spoken]
-        except TEMPLATE_ERRORS:
-            return Outcome([], Dropped.REFUSED)
-        kept = [answer for answer in answers if answer is not None]
-        if not kept:
-            return Outcome([], Dropped.REWRITTEN)
-        samples = _to_samples(kept)
+            for turn in spoken:
+                answer = self._render(conversation, turn, is_cut=turn == cut)
+                if isinstance(answer, Dropped):
+                    dropped.append(answer)
+                else:
+                    _add(rows, answer)
+            unseen_tools = bool(rows and conversation.tools) and not self._shows_tools(conversation, spoken[0])
+        except TEMPLATE_ERRORS as error:
+            return Outcome([], Dropped.REFUSED, " ".join(str(error).split())[:_MAX_REFUSAL_CHARACTERS])
+        if not rows:
+            return Outcome([], dropped[0])
         changes = {
-            Changed.SOME_TURNS: len(kept) < len(answers),
-            Changed.PER_TURN: len(samples) > 1,
+            Changed.UNSEEN_CALL: Dropped.UNSEEN_CALL in dropped,
+            Changed.SOME_TURNS: bool(dropped),
+            Changed.UNSEEN_TOOLS: unseen_tools,
+            Changed.PER_TURN: len(rows) > 1,
             Changed.UNFINISHED: cut in spoken,
             Changed.EMPTY_ANSWER: len(spoken) < len(learnt),
         }
-        return Outcome(samples, next((change for change, holds in changes.items() if holds), conversation.changed))
+        reason = next((change for change, holds in changes.items() if holds), conversation.changed)
+        return Outcome([_to_sample(row) for row in rows], reason)
 
-    def _render(self, conversation: Conversation, turn: int, *, taught_to_stop: bool) -> _Answer | None:
-        """None where the render with the answer does not go on from the generation prompt."""
-        history = self._ids(conversation, turn, generation_prompt=True)
-        answered = self._ids(conversation, turn + 1, generation_prompt=False)
-        if answered[: len(history)] != history:
-            return None
-        end = self._find_end(answered, len(history), self._end_ids) or self._find_end(answered, len(history), self._special_ids)
+    def _render(self, conversation: Conversation, turn: int, *, is_cut: bool) -> _Answer | Dropped:
+        message, tools = conversation.messages[turn], conversation.tools
+        prompt = self._text(conversation.messages[:turn], tools, generation_prompt=True)
+        text = self._text(conversation.messages[: turn + 1], tools)
+        if message.get("tool_calls") and not self._shows_calls(conversation, turn, text, len(prompt)):
+            return Dropped.UNSEEN_CALL
+        said_up_to = _find_end_of_speech(message, text, len(prompt)) if is_cut else None
+        history, ids = self._encode(prompt), self._encode(text[:said_up_to])
+        if ids[: len(history)] != history:
+            return Dropped.REWRITTEN
+        return _Answer(ids if said_up_to else self._end(ids, len(history), message, is_cut=is_cut), len(history))
+
+    def _end(self, ids: list[int], start: int, message: Message, *, is_cut: bool) -> list[int]:
+        """Return the ids up to the token that ends the answer: in the render, or the one that begins the next turn."""
+        next_turn = self._next_turn[bool(message.get("tool_calls"))]
+        end = self._find_last(ids, start, self._end_ids)
+        if end is None and next_turn is not None:
+            return ids if is_cut else [*ids, next_turn]
         if end is None:
-            return _Answer(answered, len(history))
-        return _Answer(answered[: end + 1 if taught_to_stop else end], len(history))
+            end = self._find_last(ids, start, self._special_ids)
+        return ids if end is None else ids[: end if is_cut else end + 1]
 
-    def _ids(self, conversation: Conversation, stop: int, *, generation_prompt: bool) -> list[int]:
-        return render(
+    def _find_next_turn(self, *, calls: bool) -> int | None:
+        """Return the token that begins the turn after an answer, where it is one that ends answers: GLM's <|user|>."""
+        answer: Message = {"role": "assistant", "content": "x"} | ({"tool_calls": [_CALL]} if calls else {})
+        messages = [{"role": "user", "content": "x"}, answer, {"role": "tool" if calls else "user", "content": "x"}]
+        try:
+            answered, replied = self._encode(self._text(messages[:2])), self._encode(self._text(messages))
+        except TEMPLATE_ERRORS:
+            return None
+        follows = replied[len(answered) : len(answered) + 1] if replied[: len(answered)] == answered else []
+        return next((token for token in follows if token in self._end_ids), None)
+
+    def _shows_calls(self, conversation: Conversation, turn: int, text: str, start: int) -> bool:
+        """Return True where the calls are in the render; it is compared with one without them only where names do not tell."""
+        message = conversation.messages[turn]
+        names = [call["function"]["name"] for call in message["tool_calls"]]
+        if not all(name in text[start:] for name in names):
+            return False
+        said = message["content"] + (message.get("reasoning_content") or "")
+        if not any(name in said for name in names):
+            return True
+        without = {key: value for key, value in message.items() if key != "tool_calls"}
+        try:
+            return self._text([*conversation.messages[:turn], without], conversation.tools) != text
+        except TEMPLATE_ERRORS:
+            return True  # a turn without text and without calls is refused: the calls were looked at
+
+    def _shows_tools(self, conversation: Conversation, turn: int) -> bool:
+        prompts = [
+            self._text(conversation.messages[:turn], tools, generation_prompt=True) for tools in (conversation.tools, None)
+        ]
+        return prompts[0] != prompts[1]
+
+    def _text(self, messages: list[Message], tools: list[Any] | None = None, *, generation_prompt: bool = False) -> str:
+        return render_text(
             self._tokenizer,
-            [_without_weight(message) for message in conversation.messages[:stop]],
+            [_without_weight(message) for message in messages],
             generation_prompt=generation_prompt,
-            tools=conversation.tools,
+            tools=tools,
             settings=self._settings,
         )
 
     @staticmethod
-    def _find_end(ids: list[int], start: int, ends: set[int]) -> int | None:
-        """The last end token: what a template adds behind it, such as a line feed, is never generated."""
-        return next((place for place in range(len(ids) - 1, start - 1, -1) if ids[place] in ends), None)
+    def _find_last(ids: list[int], start: int, ends: set[int]) -> int | None:
+        """Return the index of the last end token: what a template adds behind it, such as a line feed, is not generated."""
+        return next((index for index in range(len(ids) - 1, start - 1, -1) if ids[index] in ends), None)
+
+
+def _find_end_of_speech(message: Message, text: str, start: int) -> int | None:
+    """Return where the last words of an answer end in its render; None where they do not stand there as they are."""
+    if message.get("tool_calls"):
+        return None
+    words = message["content"] if message["content"].strip() else message.get("reasoning_content") or ""
+    found = ((text.rfind(said, start), said) for said in (words, words.strip()))
+    return next((index + len(said) for index, said in found if index >= 0), None)
 
 
 def _says_something(message: Message) -> bool:
@@ -99,16 +170,16 @@ def _without_weight(message: Message) -> Message:
     return {key: value for key, value in message.items() if key != "weight"}
 
 
-def _to_samples(answers: list[_Answer]) -> list[Sample]:
-    """One sample where every answer stands unchanged in the last render, else one per answer."""
-    last = answers[-1].ids
-    if all(last[: len(answer.ids)] == answer.ids for answer in answers):
-        return [_to_sample(last, answers)]
-    return [_to_sample(answer.ids, [answer]) for answer in answers]
+def _add(rows: list[_Row], answer: _Answer) -> None:
+    """Let an answer go on from the last row, or begin a row."""
+    ids, start = answer
+    goes_on = bool(rows) and ids[: len(rows[-1].ids)] == rows[-1].ids
+    spans = rows.pop().spans if goes_on else []
+    rows.append(_Row(ids, [*spans, (start, len(ids))]))
 
 
-def _to_sample(ids: list[int], answers: list[_Answer]) -> Sample:
-    loss_mask = np.zeros(len(ids), np.bool_)
-    for answer in answers:
-        loss_mask[answer.start : len(answer.ids)] = True
-    return Sample(np.array(ids, np.int32), loss_mask)
+def _to_sample(row: _Row) -> Sample:
+    loss_mask = np.zeros(len(row.ids), np.bool_)
+    for start, stop in row.spans:
+        loss_mask[start:stop] = True
+    return Sample(np.array(row.ids, np.int32), loss_mask)

@@ -80,7 +80,7 @@ def _to_script(raw: Any) -> Script:
         raise RuleError(Dropped.NOT_JSON) from None
     if not isinstance(row, dict):
         raise RuleError(Dropped.NO_CONVERSATION)
-    script = Script(_with_gaps(_read_turns(row)), read_tools(row.get("tools")), read_category(row) or None)
+    script = Script(_with_gaps(_read_turns(row)), read_tools(row), read_category(row) or None)
     if None not in script.turns:
         raise RuleError(Dropped.NO_QUESTION)
     return script

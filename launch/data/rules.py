@@ -9,6 +9,11 @@ import numpy as np
 from common.data.arrow_file import Int32Array, Sample
 
 BUCKET_LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+_MAX_REFUSALS = 20  # reasons that are told apart: some name what stands in the row
+_EXACT_IDS_HINT = (
+    "hint: the chat template rewrites what was said, such as its reasoning, so the answer cannot be found in the render: "
+    "only rows with exact ids can serve (launch.regenerate)"
+)
 
 
 class Dropped(StrEnum):
@@ -26,6 +31,7 @@ class Dropped(StrEnum):
     NO_QUESTION = "no turn of the user or a tool before an answer"
     NO_ANSWER = "no assistant turn"
     REFUSED = "refused by the chat template"
+    UNSEEN_CALL = "a tool call that the chat template does not show"
     REWRITTEN = "an answer that does not continue its generation prompt"
     NOT_SUPERVISED = "no supervised token"
     SINGLE = "no two supervised tokens in a row"
@@ -41,6 +47,8 @@ class Changed(StrEnum):
 
     LEADING_ANSWER = "answers before the first question removed"
     EMPTY_ANSWER = "an empty answer is not supervised"
+    UNSEEN_CALL = "a tool call that the template does not show is not supervised"
+    UNSEEN_TOOLS = "tools that the chat template does not show"
     UNFINISHED = "an answer cut at its token limit is not taught to stop"
     PER_TURN = "one row per answer, as it was served"
     SOME_TURNS = "some of its answers dropped"
@@ -51,10 +59,11 @@ Reason = Dropped | Changed
 
 
 class Outcome(NamedTuple):
-    """What became of a row: its samples, and the rule it falls under."""
+    """What became of a row: its samples, the rule it falls under, and what a template said when it refused."""
 
     samples: list[Sample]
     reason: Reason | None = None
+    refusal: str = ""
 
     def of_category(self, category: str) -> "Outcome":
         """The same, with the category of the row in every sample."""
@@ -88,10 +97,12 @@ def check(sample: Sample, limits: Limits) -> Sample | Dropped:
 
 def check_all(outcome: Outcome, limits: Limits) -> Outcome:
     """Check every sample of a row and name the row's rule."""
+    if not outcome.samples:
+        return outcome
     checked = [check(sample, limits) for sample in outcome.samples]
     kept = [sample for sample in checked if isinstance(sample, Sample)]
     if not kept:
-        return Outcome([], next((rule for rule in checked if isinstance(rule, Dropped)), outcome.reason))
+        return Outcome([], next(rule for rule in checked if isinstance(rule, Dropped)))
     if len(kept) < len(checked):
         return Outcome(kept, Changed.SOME_TURNS)
     if any(len(after.input_ids) < len(before.input_ids) for before, after in zip(outcome.samples, kept, strict=True)):
@@ -110,6 +121,7 @@ class Tally:
     def __init__(self) -> None:
         self.num_rows_in = self.num_rows_kept = self.num_samples = self.num_tokens = self.num_supervised_tokens = 0
         self.reasons: Counter[Reason] = Counter()
+        self.refusals: Counter[str] = Counter()
         self._lengths: list[int] = []
 
     def count(self, outcome: Outcome) -> None:
@@ -118,6 +130,9 @@ class Tally:
         self.num_rows_kept += bool(outcome.samples)
         if outcome.reason is not None:
             self.reasons[outcome.reason] += 1
+        if outcome.refusal:
+            is_named = outcome.refusal in self.refusals or len(self.refusals) < _MAX_REFUSALS
+            self.refusals[outcome.refusal if is_named else "for other reasons"] += 1
         for sample in outcome.samples:
             self.num_samples += 1
             self.num_tokens += len(sample.input_ids)
@@ -133,6 +148,7 @@ class Tally:
             "rows_in": self.num_rows_in,
             "rows_kept": self.num_rows_kept,
             **rules,
+            "refusals": dict(self.refusals.most_common()),
             "samples": self.num_samples,
             "tokens": self.num_tokens,
             "supervised_tokens": self.num_supervised_tokens,
@@ -156,8 +172,11 @@ def format_report(report: dict[str, Any]) -> str:
     """`Tally.as_json` as a table."""
     lines = [("rows in", report["rows_in"]), ("rows kept", report["rows_kept"])]
     for kind in ("changed", "dropped"):
-        lines += [(f"  {kind}: {name}", count) for name, count in report[kind].items()]
+        for name, count in report[kind].items():
+            lines.append((f"  {kind}: {name}", count))
+            lines += [(f"    {text}", n) for text, n in report.get("refusals", {}).items() if name == Dropped.REFUSED]
     lines += [(name.replace("_", " "), report[name]) for name in ("samples", "tokens", "supervised_tokens")]
     lines += [(f"  {name} tokens", count) for name, count in report["samples_by_length"].items()]
     table = "\n".join(f"{name:<66}{count:>14,}" for name, count in lines)
-    return f"{table}\n{'share truncated':<66}{report['truncated_share']:>14.2%}"
+    table = f"{table}\n{'share truncated':<66}{report['truncated_share']:>14.2%}"
+    return f"{table}\n{_EXACT_IDS_HINT}" if Dropped.REWRITTEN in report["dropped"] else table

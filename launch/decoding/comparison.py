@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from launch.data.masking import TEMPLATE_ERRORS
+from launch.data.chat import TEMPLATE_ERRORS
 from launch.decoding.answer import Decoding, Limits, max_length
 from launch.decoding.cases import Case
 from launch.decoding.difference import Difference, find_difference

@@ -1,4 +1,4 @@
-"""Chat templates of four families, written anew after the rules that their model cards and stock templates follow.
+"""Chat templates of seven families, written anew after the rules that their model cards and stock templates follow.
 
 None marks its answers with `{% generation %}`, as the stock ones do not.
 
@@ -11,6 +11,10 @@ GEMMA    Turns of "user" and "model" that must alternate, no system turn. An ans
          the tokenizer's end token.
 MISTRAL  [INST] and [/INST], no generation prompt, </s> behind an answer. Turns must alternate; the system text stands in
          the last question, wherever that is: so earlier turns are rendered differently once others follow.
+GLM      No end token: an answer ends where <|user|> or, after calls, <|observation|> begins the next turn. Reasoning stands
+         in <think> of the answers after the last question, an empty block in those before.
+GPT_OSS  Reads the reasoning from `thinking` and shows it in a channel of the last answer.
+DEEPSEEK Joins the arguments of calls to text. R1 opens <think> in the prompt, and takes the reasoning out of answers.
 """
 
 from typing import NamedTuple
@@ -125,3 +129,73 @@ MISTRAL = Family(
     ("<s>", "</s>", "[INST]", "[/INST]"),
     "</s>",
 )
+
+GLM = Family(
+    """
+{{- '[gMASK]<sop>' }}
+{%- if tools -%}{{ '<|system|>\nTools:' }}{% for tool in tools %}{{ '\n' + (tool | tojson) }}{% endfor %}{%- endif -%}
+{%- set place = namespace(question=-1) -%}
+{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set place.question = loop.index0 -%}{%- endif -%}{%- endfor -%}
+{%- for m in messages -%}
+{%- if m.role == 'assistant' -%}
+{{- '<|assistant|>' }}
+{%- if loop.index0 > place.question and m.reasoning_content -%}
+{{ '\n<think>\n' + m.reasoning_content.strip() + '\n</think>\n\n' }}
+{%- else -%}
+{{ '\n<think></think>\n' }}
+{%- endif -%}
+{{ m.content.strip() }}
+{%- for call in m.tool_calls or [] -%}
+{{ '\n<tool_call>' + call.function.name }}
+{%- for key, value in call.function.arguments.items() -%}
+{{ '\n<arg_key>' + key + '</arg_key>\n<arg_value>' + value + '</arg_value>' }}
+{%- endfor -%}
+{{ '\n</tool_call>' }}
+{%- endfor -%}
+{%- else -%}
+{{ '<|observation|>' if m.role == 'tool' else '<|' + m.role + '|>' }}{{ '\n' + m.content }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}
+""",
+    ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+    "<|endoftext|>",
+)
+
+GPT_OSS = Family(
+    """
+{%- for m in messages -%}
+{%- if m.role == 'assistant' -%}
+{%- if 'thinking' in m and loop.last and not add_generation_prompt -%}
+{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}
+{%- endif -%}
+{{ '<|start|>assistant<|channel|>final<|message|>' + m.content + ('<|return|>' if loop.last else '<|end|>') }}
+{%- else -%}
+{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|start|>assistant' }}{%- endif -%}
+""",
+    ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>"),
+    "<|return|>",
+)
+
+_DEEPSEEK = """
+{{- '<|begin|>' }}
+{%- for m in messages -%}
+{%- if m.role == 'assistant' -%}
+{{- '<|Assistant|>' + (m.content.split('</think>')[-1] if m.content else '') }}
+{%- for call in m.tool_calls or [] -%}
+{{ '<|call|>' + call['type'] + '<|sep|>' + call['function']['name'] + '\n```json\n' + call['function']['arguments'] }}
+{{- '\n```<|end of call|>' }}
+{%- endfor -%}
+{{ '<|end|>' }}
+{%- else -%}
+{{ '<|User|>' if m.role == 'user' else '<|output|>' }}{{ m.content }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|Assistant|>PROMPT' }}{%- endif -%}
+"""
+_DEEPSEEK_TOKENS = ("<|begin|>", "<|end|>", "<|User|>", "<|Assistant|>", "<|call|>", "<|sep|>", "<|end of call|>", "<|output|>")
+DEEPSEEK = Family(_DEEPSEEK.replace("PROMPT", ""), _DEEPSEEK_TOKENS, "<|end|>")
+DEEPSEEK_R1 = Family(_DEEPSEEK.replace("PROMPT", "<think>\\n"), _DEEPSEEK_TOKENS, "<|end|>")

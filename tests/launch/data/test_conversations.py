@@ -54,6 +54,26 @@ def test_tools_are_a_list_or_its_json(tools: object) -> None:
     assert read({"messages": [HI, HELLO], "tools": tools}).tools == [{"name": "f"}]
 
 
+@pytest.mark.parametrize("key", ["tools", "functions"])
+@pytest.mark.parametrize("in_system", [True, False])
+def test_tools_stand_in_the_system_turn_or_under_functions_too(key: str, *, in_system: bool) -> None:
+    function = {"name": "f", "parameters": {}}
+    tool = {"type": "function", "function": function}
+    given = {key: json.dumps([function if key == "functions" else tool])}
+    system = {"role": "system", "content": "Be kind"}
+    row = {"messages": [system | given, HI, HELLO]} if in_system else {"messages": [system, HI, HELLO]} | given
+    assert read(row) == Conversation([system, HI, HELLO], [tool])
+
+
+def test_a_function_call_is_a_tool_call() -> None:
+    asks = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}}
+    assert read({"messages": [HI, asks]}).messages[1] == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
+    }
+
+
 @pytest.mark.parametrize("tools", [None, "", [], "[]"])
 def test_no_tools_are_none(tools: object) -> None:
     assert read({"messages": [HI, HELLO], "tools": tools}).tools is None
@@ -210,8 +230,8 @@ def test_every_row_is_counted_once() -> None:
     for outcome in (
         Outcome([make_sample([0, 1, 1])]),
         Outcome([make_sample([0] * 100 + [1] * 50), make_sample([1, 1])], Changed.PER_TURN),
-        Outcome([], Dropped.REFUSED),
-        Outcome([], Dropped.REFUSED),
+        Outcome([], Dropped.REFUSED, "turns must alternate"),
+        Outcome([], Dropped.REFUSED, "turns must alternate"),
         Outcome([make_sample([1, 1, 1, 0])], Changed.TRUNCATED),
     ):
         tally.count(outcome)
@@ -221,6 +241,7 @@ def test_every_row_is_counted_once() -> None:
         "rows_kept": 3,
         "changed": {"one row per answer, as it was served": 1, "cut at --max-length": 1},
         "dropped": {"refused by the chat template": 2},
+        "refusals": {"turns must alternate": 2},
         "samples": 4,
         "tokens": 159,
         "supervised_tokens": 57,
@@ -228,7 +249,30 @@ def test_every_row_is_counted_once() -> None:
         "samples_by_length": {"1-128": 3, "129-256": 1},
     }
     table = dict(line.rsplit(maxsplit=1) for line in format_report(report).splitlines())
-    assert table["  dropped: refused by the chat template"] == "2" and table["share truncated"] == "33.33%"
+    assert (
+        table["  dropped: refused by the chat template"] == table["    turns must alternate"] == "2"
+        and table["share truncated"] == "33.33%"
+    )
+
+
+def test_reasons_of_refusals_are_bounded() -> None:
+    tally = Tally()
+    for number in range(1000):
+        tally.count(Outcome([], Dropped.REFUSED, f"no room for {number}"))
+    assert len(tally.refusals) == 21 and tally.refusals["for other reasons"] == 980
+
+
+def test_a_render_that_rewrites_answers_is_told_to_need_exact_ids() -> None:
+    tally = Tally()
+    tally.count(Outcome([], Dropped.NO_ANSWER))
+    assert "launch.regenerate" not in format_report(tally.as_json())
+    tally.count(check_all(Outcome([], Dropped.REWRITTEN), LIMITS))
+    assert "only rows with exact ids can serve (launch.regenerate)" in format_report(tally.as_json())
+
+
+def test_a_refusal_keeps_its_reason() -> None:
+    refused = Outcome([], Dropped.REFUSED, "turns must alternate")
+    assert check_all(refused.of_category("code"), LIMITS) == refused
 
 
 def test_lengths_are_counted_by_bucket() -> None:

@@ -138,12 +138,14 @@ def test_two_questions_in_a_row_are_rendered_where_the_template_takes_them(famil
     [(GEMMA, [USER, USER_2, ANSWER]), (MISTRAL, [USER, USER_2, ANSWER]), (GEMMA, [SYSTEM, USER, ANSWER])],
 )
 def test_what_a_template_refuses_is_dropped_by_that_name(family: Family, messages: list[Message]) -> None:
-    assert mask(family.tokenizer(), *messages) == Outcome([], Dropped.REFUSED)
+    refusal = "no system turn" if messages[0] is SYSTEM else "turns must alternate"
+    assert mask(family.tokenizer(), *messages) == Outcome([], Dropped.REFUSED, refusal)
 
 
 def test_a_template_that_fails_in_python_refuses_too() -> None:
     tokenizer = make_tokenizer(CHATML.replace("message.content", "message.content + message.name"))
-    assert mask(tokenizer, USER, ANSWER) == Outcome([], Dropped.REFUSED)
+    outcome = mask(tokenizer, USER, ANSWER)
+    assert outcome.reason is Dropped.REFUSED and "has no attribute 'name'" in outcome.refusal
 
 
 def test_quoted_markers_are_only_text() -> None:
