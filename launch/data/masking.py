@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerBase
 from common.data.arrow_file import Sample
 from launch.data.chat import TEMPLATE_ERRORS, render_text
 from launch.data.conversations import Conversation, Message
+from launch.data.incremental import IncrementalTokenizer
 from launch.data.rules import Changed, Dropped, Outcome
-from launch.incremental import IncrementalTokenizer
 
 _MAX_REFUSAL_CHARACTERS = 120
 _CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": "x"}}}

@@ -6,11 +6,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from launch import incremental
+from launch.data import incremental
 from launch.data.chat import render_text, tokenize
 from launch.data.conversations import Conversation, Message
+from launch.data.incremental import IncrementalTokenizer
 from launch.data.masking import Masker
-from launch.incremental import IncrementalTokenizer
 from tests.builders.chat_templates import DEEPSEEK, GEMMA, GLM, GPT_OSS, LLAMA3, MISTRAL, QWEN3, Family
 
 FAMILIES = [QWEN3, LLAMA3, GEMMA, MISTRAL, GLM, GPT_OSS, DEEPSEEK]
