@@ -168,8 +168,9 @@ class DatasetWriter:
         self, folder: Path, source: dict[str, Any], rows_per_file: int = 64 * ROWS_PER_BATCH, *, replace: bool = False
     ) -> None:
         assert rows_per_file >= 1
-        if folder.exists() and not (replace and (folder / "manifest.json").is_file()):
-            raise DataError(f"{folder}: needed a new folder, found one that exists")
+        if folder.exists() and not replace:
+            raise DataError(f"{folder}: needed a new folder, found one that exists (see --overwrite)")
+        _check_replaceable(folder)
         self.folder = folder
         self.num_samples = 0
         self._aside = folder.with_name(f".{folder.name}.partial")
@@ -277,6 +278,7 @@ class DatasetWriter:
 
     def _publish(self) -> None:
         _fsync_folder(self._aside)
+        _check_replaceable(self.folder)
         former = self.folder.with_name(f".{self.folder.name}.former")
         shutil.rmtree(former, ignore_errors=True)
         if self.folder.exists():
@@ -284,6 +286,19 @@ class DatasetWriter:
         self._aside.rename(self.folder)
         _fsync_folder(self.folder.parent)
         shutil.rmtree(former, ignore_errors=True)
+
+
+def _check_replaceable(folder: Path) -> None:
+    """Raise DataError where a folder holds anything but a prepared data set."""
+    if not folder.exists():
+        return
+    try:
+        known = {"manifest.json", "report.json"} | {entry.name for entry in read_manifest(folder).files}
+    except DataError as error:
+        raise DataError(f"{folder}: needed a prepared data set to replace, found: {error}") from error
+    unknown = sorted(path.name for path in folder.iterdir() if path.name not in known)
+    if unknown:
+        raise DataError(f"{folder}: needed a prepared data set and nothing else, found {', '.join(unknown)}")
 
 
 def _fsync_folder(folder: Path) -> None:
