@@ -292,12 +292,8 @@ def _check_replaceable(folder: Path) -> None:
     """Raise DataError where a folder holds anything but a prepared data set."""
     if not folder.exists():
         return
-    try:
-        known = {"manifest.json", "report.json"} | {entry.name for entry in read_manifest(folder).files}
-    except DataError as error:
-        raise DataError(f"{folder}: needed a prepared data set to replace, found: {error}") from error
-    unknown = sorted(path.name for path in folder.iterdir() if path.name not in known)
-    if unknown:
+    known = {"manifest.json", "report.json"} | {entry.name for entry in read_manifest(folder).files}
+    if unknown := sorted(path.name for path in folder.iterdir() if path.name not in known):
         raise DataError(f"{folder}: needed a prepared data set and nothing else, found {', '.join(unknown)}")
 
 
