@@ -22,7 +22,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from common.data.arrow_file import SCHEMA, ArrowFile, Int32Array, Sample, to_batch
-from common.data.manifest import SCHEMA_VERSION, FileEntry, Manifest, encode_manifest, read_manifest
+from common.data.manifest import SCHEMA_VERSION, FileEntry, Manifest, check_replaceable, encode_manifest, read_manifest
 from common.data.saved_dataset import describe_saved_dataset, is_saved_dataset
 from common.errors import DataError
 
@@ -170,7 +170,7 @@ class DatasetWriter:
         assert rows_per_file >= 1
         if folder.exists() and not replace:
             raise DataError(f"{folder}: needed a new folder, found one that exists (see --overwrite)")
-        _check_replaceable(folder)
+        check_replaceable(folder)
         self.folder = folder
         self.num_samples = 0
         self._aside = folder.with_name(f".{folder.name}.partial")
@@ -278,7 +278,7 @@ class DatasetWriter:
 
     def _publish(self) -> None:
         _fsync_folder(self._aside)
-        _check_replaceable(self.folder)
+        check_replaceable(self.folder)
         former = self.folder.with_name(f".{self.folder.name}.former")
         shutil.rmtree(former, ignore_errors=True)
         if self.folder.exists():
@@ -286,15 +286,6 @@ class DatasetWriter:
         self._aside.rename(self.folder)
         _fsync_folder(self.folder.parent)
         shutil.rmtree(former, ignore_errors=True)
-
-
-def _check_replaceable(folder: Path) -> None:
-    """Raise DataError where a folder holds anything but a prepared data set."""
-    if not folder.exists():
-        return
-    known = {"manifest.json", "report.json"} | {entry.name for entry in read_manifest(folder).files}
-    if unknown := sorted(path.name for path in folder.iterdir() if path.name not in known):
-        raise DataError(f"{folder}: needed a prepared data set and nothing else, found {', '.join(unknown)}")
 
 
 def _fsync_folder(folder: Path) -> None:
