@@ -154,7 +154,7 @@ def _read_file(path: Path) -> Iterator[Chunk]:
         raise DataError(f"{path}: cannot be read to its end: {error}") from error
 
 
-def _open(path: Path, raw: BinaryIO) -> BinaryIO:
+def _open(path: Path, raw: BinaryIO) -> Any:
     """Return the text of a file, whatever compressed it.
 
     Raises:
