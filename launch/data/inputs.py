@@ -8,7 +8,6 @@ A row is a line of JSON as bytes, or an object. Blank lines and a byte order mar
 import argparse
 import bz2
 import gzip
-import hashlib
 import io
 import json
 import lzma
@@ -95,15 +94,6 @@ def find_files(path: Path) -> list[Path]:
 def find_skipped(path: Path) -> list[Path]:
     """Return the files in a folder that are no rows as far as their names tell."""
     return [file for file in _walk(path) if _kind(file) not in _SUFFIXES] if path.is_dir() else []
-
-
-def fingerprint(path: Path) -> str:
-    """SHA-256 of the contents of an input's files in their order."""
-    total = hashlib.sha256()
-    for name in find_files(path):
-        with name.open("rb") as file:
-            total.update(hashlib.file_digest(file, "sha256").digest())
-    return total.hexdigest()
 
 
 def read_chunks(source: Input) -> Iterator[Chunk]:
