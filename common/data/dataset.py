@@ -22,7 +22,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from common.data.arrow_file import SCHEMA, ArrowFile, Int32Array, Sample, to_batch
-from common.data.manifest import SCHEMA_VERSION, FileEntry, Manifest, encode_manifest, read_manifest
+from common.data.manifest import SCHEMA_VERSION, FileEntry, Manifest, check_replaceable, encode_manifest, read_manifest
 from common.data.saved_dataset import describe_saved_dataset, is_saved_dataset
 from common.errors import DataError
 
@@ -168,8 +168,9 @@ class DatasetWriter:
         self, folder: Path, source: dict[str, Any], rows_per_file: int = 64 * ROWS_PER_BATCH, *, replace: bool = False
     ) -> None:
         assert rows_per_file >= 1
-        if folder.exists() and not (replace and (folder / "manifest.json").is_file()):
-            raise DataError(f"{folder}: needed a new folder, found one that exists")
+        if folder.exists() and not replace:
+            raise DataError(f"{folder}: needed a new folder, found one that exists (see --overwrite)")
+        check_replaceable(folder)
         self.folder = folder
         self.num_samples = 0
         self._aside = folder.with_name(f".{folder.name}.partial")
@@ -277,6 +278,7 @@ class DatasetWriter:
 
     def _publish(self) -> None:
         _fsync_folder(self._aside)
+        check_replaceable(self.folder)
         former = self.folder.with_name(f".{self.folder.name}.former")
         shutil.rmtree(former, ignore_errors=True)
         if self.folder.exists():

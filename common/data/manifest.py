@@ -56,3 +56,12 @@ def read_manifest(folder: Path) -> Manifest:
 def encode_manifest(manifest: Manifest) -> bytes:
     """The content of `manifest.json`."""
     return msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
+
+
+def check_replaceable(folder: Path) -> None:
+    """Raise DataError where a folder holds anything but a prepared data set."""
+    if not folder.exists():
+        return
+    known = {"manifest.json", "report.json"} | {entry.name for entry in read_manifest(folder).files}
+    if unknown := sorted(path.name for path in folder.iterdir() if path.name not in known):
+        raise DataError(f"{folder}: needed a prepared data set and nothing else, found {', '.join(unknown)}")

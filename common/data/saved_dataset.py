@@ -26,10 +26,7 @@ def describe_saved_dataset(folder: Path) -> tuple[Manifest, list[ArrowFile]]:
     Raises:
         DataError: several sets under one name, an index that is not written out, or a file that is damaged.
     """
-    if not (folder / "state.json").is_file():
-        splits = ", ".join(sorted(path.parent.name for path in folder.glob("*/state.json")))
-        raise DataError(f"{folder}: needed one data set, found the splits {splits}: name the folder of one")
-    state = _read_state(folder / "state.json")
+    state = _read_state(folder)
     names = [str(file["filename"]) for file in state["_data_files"]]
     files = [ArrowFile(folder / name) for name in names]
     entries = [
@@ -50,7 +47,16 @@ def describe_saved_dataset(folder: Path) -> tuple[Manifest, list[ArrowFile]]:
     return manifest, files
 
 
-def _read_state(path: Path) -> dict[str, Any]:
+def saved_files(folder: Path) -> list[Path]:
+    """Return the Arrow files of the rows in their order. DataError for several sets under one name, or an index."""
+    return [folder / str(file["filename"]) for file in _read_state(folder)["_data_files"]]
+
+
+def _read_state(folder: Path) -> dict[str, Any]:
+    path = folder / "state.json"
+    if not path.is_file():
+        splits = ", ".join(sorted(path.parent.name for path in folder.glob("*/state.json")))
+        raise DataError(f"{folder}: needed one data set, found the splits {splits}: name the folder of one")
     try:
         state = json.loads(path.read_bytes())
         files = state["_data_files"]

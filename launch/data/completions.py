@@ -17,6 +17,7 @@ from launch.data.conversations import REASONING_KEYS, Message
 
 _TRANSIENT = {408, 409, 425, 429, 500, 502, 503, 504}
 _REFUSED = {400, 413, 422}
+_CUT = {"length", "abort", "content_filter", "error"}  # reasons to end that the target did not choose
 _MAX_WAIT_S = 30.0
 
 
@@ -33,7 +34,7 @@ class Server(NamedTuple):
 
     url: str  # with /v1
     model: str
-    max_new_tokens: int
+    max_new_tokens: int | None  # None: as many as the server allows
     settings: dict[str, Any]  # more fields of a request, such as temperature
     api_key: str = ""
     max_retries: int = 5
@@ -50,7 +51,7 @@ class Server(NamedTuple):
         body = {
             "model": self.model,
             "messages": [_to_wire(message) for message in history.messages],
-            "max_tokens": self.max_new_tokens,
+            **({"max_tokens": self.max_new_tokens} if self.max_new_tokens else {}),
             "return_token_ids": True,
             **({"tools": history.tools} if history.tools else {}),
             **self.settings,
@@ -93,7 +94,7 @@ def _read_answer(reply: dict[str, Any]) -> Answer:
     if said.get("tool_calls"):
         message["tool_calls"] = said["tool_calls"]
     prompt_ids = choice.get("prompt_token_ids") or reply.get("prompt_token_ids")
-    return Answer(message, choice.get("finish_reason") != "length", prompt_ids, choice.get("token_ids"))
+    return Answer(message, choice.get("finish_reason") not in _CUT, prompt_ids, choice.get("token_ids"))
 
 
 def _to_wire(message: Message) -> Message:

@@ -51,7 +51,7 @@ def read_row(raw: object, aliases: dict[str, str] = ALIASES) -> Conversation | O
     """A conversation to render, or the outcome where there is nothing to render; bytes are JSON."""
     try:
         row = json.loads(raw) if isinstance(raw, bytes) else raw
-    except ValueError:
+    except (ValueError, RecursionError):
         return Outcome([], Dropped.NOT_JSON)
     try:
         match row:
@@ -113,6 +113,8 @@ def _read_objects(value: object) -> list[dict[str, Any]]:
 def _read_answers(row: dict[str, Any]) -> list[Sample]:
     samples: list[Sample] = []
     for answer in row.get("answers") or [row]:
+        if not isinstance(answer, dict):
+            raise RuleError(Dropped.BAD_IDS)
         prompt, new = answer.get("prompt_ids"), answer.get("answer_ids")
         if not isinstance(prompt, list) or not isinstance(new, list):
             raise RuleError(Dropped.BAD_IDS)
@@ -147,6 +149,7 @@ def _read_conversation(row: dict[str, Any], aliases: dict[str, str]) -> Conversa
 def _read_message(turn: object, aliases: dict[str, str]) -> Message:
     if not isinstance(turn, dict):
         raise RuleError(Dropped.BAD_MESSAGE)
+    turn = _without_nulls(turn)
     role = turn.get("role", turn.get("from"))
     if not isinstance(role, str):
         raise RuleError(Dropped.BAD_MESSAGE)
@@ -192,7 +195,8 @@ def _read_tool_calls(value: object) -> list[dict[str, Any]]:
         raise RuleError(Dropped.BAD_TOOL_CALLS)
     read = []
     for call in calls:
-        function = call.get("function", call) if isinstance(call, dict) else None
+        call = _without_nulls(call) if isinstance(call, dict) else {}
+        function = call.get("function", call)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RuleError(Dropped.BAD_TOOL_CALLS)
         arguments = _parsed(function.get("arguments") or {})
@@ -201,6 +205,11 @@ def _read_tool_calls(value: object) -> list[dict[str, Any]]:
         named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
         read.append(named | {"type": "function", "function": {"name": function["name"], "arguments": arguments}})
     return read
+
+
+def _without_nulls(value: dict[str, Any]) -> dict[str, Any]:
+    """Return what an object says: writers of tables give every object all keys that any has, with null."""
+    return {key: item for key, item in value.items() if item is not None}
 
 
 def _as_list(value: object) -> list[Any]:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,10 +34,16 @@ class Converter:
     """One row at a time."""
 
     def __init__(self, settings: Settings) -> None:
-        self.tokenizer = load_tokenizer(settings.model, settings.template)
-        self._masker = Masker(self.tokenizer, end_ids(settings.model, self.tokenizer), settings.template_settings)
+        self._settings = settings
         self._aliases = ALIASES | {name.lower(): "assistant" for name in settings.assistant_roles}
         self._limits = settings.limits
+
+    @cached_property
+    def _masker(self) -> Masker:
+        """Load the tokenizer when the first row has to be rendered: rows of token ids need none."""
+        model, template, template_settings = self._settings[:3]
+        tokenizer = load_tokenizer(model, template)
+        return Masker(tokenizer, end_ids(model, tokenizer), template_settings)
 
     def convert(self, raw: object) -> Outcome:
         """A line of JSON or an object to its samples, or to the rule that drops it."""

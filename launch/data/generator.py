@@ -12,6 +12,8 @@ from common.errors import ModelError
 from common.target_limits import refuse_quantized
 from launch.data.chat import end_ids
 
+MAX_LENGTH = 8192  # of a prompt and its answer where no limit is given: launch.prepare drops what is longer
+
 
 class NewTokens(NamedTuple):
     """The answer to one prompt, the end token included if there is one."""
@@ -28,15 +30,18 @@ class Generator:
         folder: Path,
         tokenizer: PreTrainedTokenizerBase,
         device: torch.device,
-        max_new_tokens: int,
+        max_new_tokens: int | None,
         dtype: torch.dtype | None = None,
     ) -> None:
         self._end_ids = sorted(end_ids(folder, tokenizer))
         if not self._end_ids:
             raise ModelError(f"{folder}: needed an end token in generation_config.json or the tokenizer, found none")
         self._model = load_model(folder, device, dtype)
+        self._max_new_tokens = max_new_tokens
+        context = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        self._max_length = min(context or MAX_LENGTH, MAX_LENGTH)
         self._config = GenerationConfig(  # type: ignore[no-untyped-call]
-            do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=self._end_ids, pad_token_id=self._end_ids[0]
+            do_sample=False, eos_token_id=self._end_ids, pad_token_id=self._end_ids[0]
         )
 
     def answer(self, prompts: list[list[int]]) -> list[NewTokens]:
@@ -50,6 +55,7 @@ class Generator:
             inputs=torch.tensor(rows, device=device),
             attention_mask=torch.tensor(mask, device=device),
             generation_config=self._config,
+            max_new_tokens=self._max_new_tokens or max(1, self._max_length - longest),
         )
         return [self._cut(row[longest:]) for row in output.tolist()]
 

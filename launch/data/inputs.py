@@ -1,27 +1,44 @@
-"""Files of conversations, as raw rows in the order of the file: JSON lines, JSON, Parquet, Arrow; plain or gzip.
+"""Files of conversations, as raw rows in the order of the file: JSON lines, JSON, Parquet, Arrow.
 
+Text may be compressed by gzip, bzip2, xz or zstd. A JSON file is a list of rows, `{"data": [...]}`, or one row per line.
 A folder is all its files in the order of their names; one that Hugging Face `datasets` saved is its Arrow files.
 A row is a line of JSON as bytes, or an object. Blank lines and a byte order mark are no rows.
 """
 
 import argparse
+import bz2
 import gzip
-import hashlib
+import io
 import json
+import lzma
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from common.data.arrow_file import END_OF_STREAM
+from common.data.saved_dataset import is_saved_dataset, saved_files
 from common.errors import DataError
+from launch.data.conversations import CATEGORY_KEYS
 
 ROWS_PER_CHUNK = 256
 _BOM = b"\xef\xbb\xbf"
 _SUFFIXES = {".jsonl", ".json", ".ndjson", ".parquet", ".arrow"}
+_COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
+_COLUMNS = {
+    *("messages", "conversations", "system", "tools", "finished", "prompt", "turns", *CATEGORY_KEYS),
+    *("input_ids", "loss_mask", "prompt_ids", "answer_ids", "answers"),
+}
+_UNREADABLE = {
+    b"PK\3\4": "a zip archive",
+    b"7z\xbc\xaf": "a 7z archive",
+    b'\4"M\x18': "LZ4",
+    b"PAR1": "Parquet",
+    b"ARRO": "Arrow",
+}
 
 
 class Input(NamedTuple):
@@ -59,30 +76,24 @@ def parse_input(text: str) -> Input:
 
 
 def find_files(path: Path) -> list[Path]:
-    """The files of an input.
+    """Return the files of an input.
 
     Raises:
-        DataError: nothing is there, or nothing of a known kind.
+        DataError: nothing is there, nothing of a known kind, or several splits under one name.
     """
     if path.is_file():
         return [path]
     if not path.is_dir():
         raise DataError(f"{path}: needed a file or a folder, found none")
-    if (path / "state.json").is_file():
-        return sorted(path.glob("*.arrow"))
-    files = sorted(file for file in path.rglob("*") if file.is_file() and _kind(file) in _SUFFIXES)
+    files = [file for file in _walk(path) if _kind(file) in _SUFFIXES]
     if not files:
-        raise DataError(f"{path}: needed files that end in {', '.join(sorted(_SUFFIXES))} or these and .gz, found none")
+        raise DataError(f"{path}: needed files that end in {', '.join(sorted(_SUFFIXES))}, or these and .gz, found none")
     return files
 
 
-def fingerprint(path: Path) -> str:
-    """SHA-256 of the contents of an input's files in their order."""
-    total = hashlib.sha256()
-    for name in find_files(path):
-        with name.open("rb") as file:
-            total.update(hashlib.file_digest(file, "sha256").digest())
-    return total.hexdigest()
+def find_skipped(path: Path) -> list[Path]:
+    """Return the files in a folder that are no rows as far as their names tell."""
+    return [file for file in _walk(path) if _kind(file) not in _SUFFIXES] if path.is_dir() else []
 
 
 def read_chunks(source: Input) -> Iterator[Chunk]:
@@ -103,8 +114,20 @@ def read_chunks(source: Input) -> Iterator[Chunk]:
                     return
 
 
+def _walk(folder: Path) -> Iterator[Path]:
+    """Yield all files in the order of their names; of a folder that `datasets` saved those that hold its rows."""
+    if is_saved_dataset(folder):
+        yield from saved_files(folder)
+        return
+    for path in sorted(folder.iterdir()):
+        if path.is_file():
+            yield path
+        elif path.is_dir() and not path.is_symlink():
+            yield from _walk(path)
+
+
 def _kind(path: Path) -> str:
-    return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    return Path(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix
 
 
 def _read_file(path: Path) -> Iterator[Chunk]:
@@ -113,48 +136,88 @@ def _read_file(path: Path) -> Iterator[Chunk]:
             yield from _read_parquet(path)
         elif _kind(path) == ".arrow":
             yield from _read_arrow(path)
-        elif _kind(path) == ".json" and _starts_a_list(path):
-            yield from _read_list(path)
+        elif _kind(path) == ".json" and _is_one_value(path):
+            yield from _read_value(path)
         else:
             yield from _read_lines(path)
-    except (OSError, EOFError, ValueError, zlib.error, pa.ArrowException) as error:
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error, lzma.LZMAError, pa.ArrowException) as error:
         raise DataError(f"{path}: cannot be read to its end: {error}") from error
 
 
-def _open(path: Path) -> Any:
-    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
+def _open(path: Path, raw: BinaryIO) -> Any:
+    """Return the text of a file, whatever compressed it.
+
+    Raises:
+        DataError: it is no text in UTF-8.
+    """
+    start = raw.read(6)
+    raw.seek(0)
+    text = _decompress(start, raw)
+    start = text.peek(6)[:6]
+    if found := _UNREADABLE.get(start[:4]):
+        raise DataError(f"{path}: needed JSON, found {found}")
+    if not (encoding := json.detect_encoding(start)).startswith("utf-8"):
+        raise DataError(f"{path}: needed UTF-8, found {encoding.upper()}")
+    return text
 
 
-def _starts_a_list(path: Path) -> bool:
-    with _open(path) as file:
-        start: bytes = file.read(4096)
-    return start.removeprefix(_BOM).lstrip().startswith(b"[")
+def _decompress(start: bytes, raw: BinaryIO) -> Any:
+    if start.startswith(b"\x1f\x8b"):
+        return gzip.open(raw)
+    if start.startswith(b"BZh"):
+        return bz2.open(raw)
+    if start.startswith(b"\xfd7zXZ\0"):
+        return lzma.open(raw)
+    if start.startswith(b"\x28\xb5\x2f\xfd"):
+        return io.BufferedReader(pa.CompressedInputStream(raw, "zstd"))
+    return raw
 
 
-def _read_list(path: Path) -> Iterator[Chunk]:
-    with _open(path) as file:
-        rows = json.loads(file.read().removeprefix(_BOM))
-    yield from _cut(rows, path.stat().st_size)
+def _is_one_value(path: Path) -> bool:
+    """Tell a list of rows, or an object of several lines or with `data`, from one row per line."""
+    with path.open("rb") as raw, _open(path, raw) as file:
+        lines = filter(None, (line.removeprefix(_BOM).strip() for line in file))
+        first, second = next(lines, b""), next(lines, b"")
+    if first.startswith(b"[") or not first.startswith(b"{"):
+        return first.startswith(b"[")
+    return _holds_data(first) if not second else not second.startswith(b"{") and not first.endswith(b"}")
+
+
+def _holds_data(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line).get("data"), list)
+    except (ValueError, RecursionError):
+        return False  # a damaged row
+
+
+def _read_value(path: Path) -> Iterator[Chunk]:
+    with path.open("rb") as raw, _open(path, raw) as file:
+        value = json.loads(file.read().removeprefix(_BOM))
+    if isinstance(value, dict):
+        value = value["data"] if isinstance(value.get("data"), list) else [value]
+    yield from _cut(value, path.stat().st_size)
 
 
 def _read_lines(path: Path) -> Iterator[Chunk]:
     rows: list[bytes] = []
-    with path.open("rb") as raw, gzip.open(raw) if path.suffix == ".gz" else raw as lines:
-        place = 0
+    with path.open("rb") as raw, _open(path, raw) as lines:
+        offset = 0
         for number, line in enumerate(lines):
             text = (line.removeprefix(_BOM) if number == 0 else line).strip()
             if text:
                 rows.append(text)
             if len(rows) == ROWS_PER_CHUNK:
-                yield Chunk(rows, raw.tell() - place)
-                rows, place = [], raw.tell()
-        yield Chunk(rows, raw.tell() - place)
+                yield Chunk(rows, raw.tell() - offset)
+                rows, offset = [], raw.tell()
+        num_bytes = path.stat().st_size
+        yield Chunk(rows, num_bytes - offset)
 
 
 def _read_parquet(path: Path) -> Iterator[Chunk]:
     num_bytes = path.stat().st_size
     with pq.ParquetFile(path) as file:
-        for batch in file.iter_batches(ROWS_PER_CHUNK):
+        columns = [name for name in file.schema_arrow.names if name in _COLUMNS]
+        for batch in file.iter_batches(ROWS_PER_CHUNK, columns=columns):
             share = batch.num_rows / max(1, file.metadata.num_rows)
             yield Chunk(_to_rows(batch), int(num_bytes * share))
 
@@ -179,8 +242,23 @@ def _cut(rows: list[Any], num_bytes: int) -> Iterator[Chunk]:
 
 
 def _to_rows(batch: pa.RecordBatch) -> list[Any]:
-    """Arrow gives every object all keys that any has: those that hold null were not there."""
-    return [_without_nulls(row) for row in batch.to_pylist()]
+    """Return the columns that are read, without the nulls that Arrow gives an object for keys that only others have."""
+    names = [name for name in batch.schema.names if name in _COLUMNS]
+    columns = [batch.column(name).cast(_without_times(batch.schema.field(name).type)).to_pylist() for name in names]
+    rows = zip(*columns, strict=True) if names else [()] * batch.num_rows
+    return [_without_nulls(dict(zip(names, row, strict=True))) for row in rows]
+
+
+def _without_times(kind: pa.DataType) -> pa.DataType:
+    """Return the type with integers for points in time: not every one of them has a Python object."""
+    if pa.types.is_temporal(kind) and not pa.types.is_interval(kind):
+        return pa.int64() if kind.bit_width == 64 else pa.int32()
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_without_times(field.type)) for field in kind])
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        make = pa.list_ if pa.types.is_list(kind) else pa.large_list
+        return make(kind.value_field.with_type(_without_times(kind.value_type)))
+    return kind
 
 
 def _without_nulls(value: Any) -> Any:

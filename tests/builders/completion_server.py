@@ -66,7 +66,7 @@ class CompletionServer:
 
     def _answer(self, request: dict[str, Any], text: str) -> dict[str, Any]:
         said = f"re: {text}".encode()
-        ids = [*said, END_ID][: request["max_tokens"]]
+        ids = [*said, END_ID][: request.get("max_tokens")]
         finished = ids[-1] == END_ID
         message: dict[str, Any] = {"role": "assistant", "content": bytes(ids[:-1] if finished else ids).decode()}
         reason = "stop" if finished else "length"

@@ -1,4 +1,4 @@
-"""The command: rows in, two data sets and a table out; the same again only where something changed."""
+"""The command: rows in, two data sets and a table out."""
 
 import json
 import signal
@@ -12,7 +12,7 @@ import pytest
 
 from common.data.dataset import Dataset, DatasetWriter
 from launch import prepare
-from tests.builders.tiny_chat_model import CHATML, END, START, make_tokenizer, save_chat_model
+from tests.builders.tiny_chat_model import CHATML, save_chat_model
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -166,63 +166,78 @@ def test_several_processes_write_the_same_bytes(model: Path, tmp_path: Path) -> 
     assert [entry.sha256 for entry in one.manifest.files] == [entry.sha256 for entry in two.manifest.files]
 
 
-def test_the_same_command_again_does_nothing(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(model, tmp_path, make_chat(9), *held_out(tmp_path, 2)) == 0
-    before = [(path, path.stat().st_ino) for path in tmp_path.rglob("*")]
-    assert run(model, tmp_path, None, *held_out(tmp_path, 2)) == 0
-    assert "kept, nothing changed" in capsys.readouterr().out
-    assert [(path, path.stat().st_ino) for path in tmp_path.rglob("*")] == before
-
-
-@pytest.mark.parametrize(
-    ("what", "line"),
-    [
-        ("length", "max_length: 8192 -> 300"),
-        ("template", "template: "),
-        ("tokenizer", "tokenizer: "),
-        ("rows", "inputs: ["),
-        ("eval", "eval_samples: 2 -> 3"),
-        ("setting", "template_settings:  -> enable_thinking=False"),
-    ],
-)
-def test_what_changed_is_said_and_both_sets_are_made_anew(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str, line: str
+def test_a_set_that_is_there_is_refused_and_replaced_on_request(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(model, tmp_path, make_chat(9), *held_out(tmp_path, 2)) == 0
-    keys = [Dataset.open(tmp_path / split).manifest.source["key"] for split in ("train", "eval")]
-    options, rows, count = [], None, 2
-    if what == "length":
-        options = ["--max-length", "300"]
-    elif what == "template":
-        (tmp_path / "other.jinja").write_text(CHATML + "{# another one #}")
-        options = ["--template", str(tmp_path / "other.jinja")]
-    elif what == "tokenizer":
-        make_tokenizer(special_tokens=(START, END, "<other>")).save_pretrained(tmp_path / "model")
-        (tmp_path / "model" / "config.json").write_text((model / "config.json").read_text())
-        model = tmp_path / "model"
-    elif what == "rows":
-        rows = make_chat(8)
-    elif what == "eval":
-        count = 3
+    assert run(model, tmp_path, make_rows(9), *held_out(tmp_path, 2)) == 0
+    before = [(path, path.stat().st_ino) for path in tmp_path.rglob("*")]
+    assert run(model, tmp_path, None, *held_out(tmp_path, 2)) == 1
+    assert "train: needed a new folder, found one that exists (see --overwrite)" in capsys.readouterr().err
+    assert [(path, path.stat().st_ino) for path in tmp_path.rglob("*")] == before
+    assert run(model, tmp_path, make_rows(5), *held_out(tmp_path, 2), "--overwrite") == 0
+    assert (read_last_ids(tmp_path / "train"), read_last_ids(tmp_path / "eval")) == ([0, 1, 2], [3, 4])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["eval", "rows.jsonl", "train"]
+
+
+def test_a_failed_preparation_leaves_what_was_there(model: Path, tmp_path: Path) -> None:
+    assert run(model, tmp_path, make_rows(5)) == 0
+    assert run(model, tmp_path, [], "--overwrite") == 1
+    assert read_last_ids(tmp_path / "train") == [0, 1, 2, 3, 4]
+
+
+def test_a_damaged_set_is_replaced_on_request(model: Path, tmp_path: Path) -> None:
+    assert run(model, tmp_path, make_rows(5)) == 0
+    (tmp_path / "train" / "data-00000.arrow").write_bytes(b"")
+    assert run(model, tmp_path, None, "--overwrite") == 0
+    assert read_last_ids(tmp_path / "train") == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("out", "eval_out"), [("a", "a/eval"), ("a/train", "a"), ("a", "b/../a"), ("a", "link/eval")])
+def test_nested_folders_are_refused(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], out: str, eval_out: str
+) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    source = write(tmp_path / "rows.jsonl", make_rows(5))
+    folders = ["--out", str(tmp_path / out), "--eval-out", str(tmp_path / eval_out), "--eval-samples", "2"]
+    assert prepare.main(["--model", str(model), "--input", str(source), *folders, "--overwrite"]) == 1
+    assert "--eval-out: needed a folder neither in --out nor around it, found " in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "rows.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "other"])
+def test_a_folder_with_anything_else_in_it_is_not_replaced(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    assert run(model, tmp_path, make_rows(5)) == 0
+    if name == "other":
+        with DatasetWriter(tmp_path / "train" / name, {}) as writer:
+            writer.add([1], [1])
     else:
-        options = ["--template-set", "enable_thinking=false"]
-    assert run(model, tmp_path, rows, *held_out(tmp_path, count), *options) == 0
-    out = capsys.readouterr().out
-    changes = [text for text in out.splitlines() if text.startswith("changed: ")]
-    assert len(changes) == 1 and changes[0].startswith(f"changed: {line}"), changes
-    after = [Dataset.open(tmp_path / split).manifest.source["key"] for split in ("train", "eval")]
-    assert after[0] == after[1] != keys[0] == keys[1]
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
+        (tmp_path / "train" / name).write_text("mine")
+    assert run(model, tmp_path, make_rows(3), "--overwrite") == 1
+    assert f"train: needed a prepared data set and nothing else, found {name}" in capsys.readouterr().err
+    assert read_last_ids(tmp_path / "train") == [0, 1, 2, 3, 4] and (tmp_path / "train" / name).exists()
 
 
-def test_a_damaged_set_is_made_again(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(model, tmp_path, make_chat(9)) == 0
-    fingerprint = Dataset.open(tmp_path / "train").fingerprint
-    path = tmp_path / "train" / "data-00000.arrow"
-    path.write_bytes(path.read_bytes()[:-5])
-    assert run(model, tmp_path, None) == 0
-    assert "made again: " in capsys.readouterr().out
-    assert Dataset.open(tmp_path / "train").fingerprint == fingerprint
+def test_a_row_of_answers_that_are_no_ids_is_counted_and_the_others_are_written(model: Path, tmp_path: Path) -> None:
+    assert run(model, tmp_path, [*make_rows(3), {"answers": [5]}, *make_rows(5)[3:]]) == 0
+    assert read_last_ids(tmp_path / "train") == [0, 1, 2, 3, 4]
+    assert list(read_report(tmp_path / "train")["dropped"].values()) == [1]
+
+
+def test_rows_of_ids_need_no_chat_template(tmp_path: Path) -> None:
+    save_chat_model(tmp_path / "model", chat_template=None)
+    assert run(tmp_path / "model", tmp_path, make_rows(3)) == 0
+    assert read_last_ids(tmp_path / "train") == [0, 1, 2]
+
+
+def test_files_of_a_folder_that_are_not_read_are_named(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows").mkdir()
+    write(tmp_path / "rows" / "a.jsonl", make_rows(3))
+    (tmp_path / "rows" / "b.zip").write_bytes(b"PK")
+    arguments = ["--model", str(model), "--input", str(tmp_path / "rows"), "--out", str(tmp_path / "train")]
+    assert prepare.main(arguments) == 0
+    assert f"not read: {tmp_path}/rows/b.zip" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", [None, {"manifest.json": '{"schema_version": 1}'}, {"notes.txt": "mine"}])
@@ -232,8 +247,8 @@ def test_a_folder_that_is_something_else_is_not_touched(
     (tmp_path / "eval").mkdir()
     for name, text in (content or {}).items():
         (tmp_path / "eval" / name).write_text(text)
-    assert run(model, tmp_path, make_rows(3), *held_out(tmp_path, 1)) == 1
-    assert "eval: needed a new folder, found one that exists" in capsys.readouterr().err
+    assert run(model, tmp_path, make_rows(3), *held_out(tmp_path, 1), "--overwrite") == 1
+    assert "eval" in capsys.readouterr().err
     assert {path.name: path.read_text() for path in (tmp_path / "eval").iterdir()} == (content or {})
     assert not (tmp_path / "train").exists()
 
@@ -276,7 +291,7 @@ def test_long_messages_are_cut_only_on_request(model: Path, tmp_path: Path) -> N
     long = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "x" * 1_000_000}]}
     assert run(model, tmp_path, [*make_chat(2), long]) == 0
     assert Dataset.open(tmp_path / "train").num_samples == 2
-    assert run(model, tmp_path, None, "--truncate") == 0
+    assert run(model, tmp_path, None, "--truncate", "--overwrite") == 0
     dataset = Dataset.open(tmp_path / "train")
     assert dataset.lengths.tolist()[2] == 8192
     assert bool(dataset.read(2).loss_mask[-1])

@@ -239,3 +239,19 @@ def test_no_prompt_at_all_is_an_error(tmp_path: Path, content: str, found: str) 
 def test_a_missing_file_of_prompts_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"absent\.jsonl: needed a file or a folder, found none"):
         list(read_scripts(str(tmp_path / "absent.jsonl"), None, Counter()))
+
+
+def test_without_a_limit_an_answer_goes_on_until_the_context_is_full(
+    model: tuple[Path, PreTrainedTokenizerBase], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed = LlamaForCausalLM.from_pretrained(model[0])
+    changed.config.max_position_embeddings = 120
+    changed.generation_config.eos_token_id = [0]
+    changed.save_pretrained(tmp_path / "model")
+    model[1].save_pretrained(tmp_path / "model")
+    command = ["--model", str(tmp_path / "model"), "--prompts", write_prompts(tmp_path), "--out", str(tmp_path / "out.jsonl")]
+    assert regenerate.main([*command, "--limit", "1", "--threads", "1"]) == 0
+    [row] = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert row["finished"] or len(row["prompt_ids"] + row["answer_ids"]) == 120
+    assert len(row["answer_ids"]) > 48 or row["finished"]
+    assert f"{int(not row['finished'])} cut at the limit" in capsys.readouterr().out

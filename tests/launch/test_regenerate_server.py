@@ -162,3 +162,11 @@ def test_the_key_of_the_server_is_sent(tmp_path: Path) -> None:
     with CompletionServer() as server:
         assert run(server, write_rows(tmp_path, [{"prompt": "a"}]), "--api-key-file", str(tmp_path / "key")) == 0
     assert server.keys == {"Bearer secret"}
+
+
+def test_without_a_limit_the_server_decides(tmp_path: Path) -> None:
+    prompts = write_rows(tmp_path, [{"prompt": "a"}])
+    with CompletionServer() as server:
+        where = ["--server", server.url, "--server-model", "target", "--out", str(tmp_path / "out.jsonl")]
+        regenerate.main([*where, "--prompts", str(prompts)])
+    assert server.requests and "max_tokens" not in server.requests[0]

@@ -280,3 +280,24 @@ def test_lengths_are_counted_by_bucket() -> None:
     counts = {name: count for name, count in histogram(lengths).items() if count}
     assert counts == {"1-128": 2, "129-256": 2, "257-512": 1, "32769-": 1}
     assert histogram(lengths[:0]) == {}
+
+
+def test_keys_that_hold_null_are_absent() -> None:
+    calls = [{"id": None, "name": "f", "arguments": {"x": 1}, "function": None}]
+    turns = [
+        {"from": "human", "value": "q1", "role": None, "content": None},
+        {"from": "gpt", "value": None, "role": None, "content": None, "tool_calls": calls},
+    ]
+    read = read_row({"conversations": turns, "messages": None})
+    assert isinstance(read, Conversation)
+    assert read.messages[0] == {"role": "user", "content": "q1"}
+    assert read.messages[1]["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
+
+
+@pytest.mark.parametrize("row", [{"answers": [5]}, {"answers": [None]}, {"answers": []}, {"prompt_ids": [1], "answer_ids": 3}])
+def test_answers_that_are_no_ids_fall_under_a_rule(row: object) -> None:
+    assert read_row(row) == Outcome([], Dropped.BAD_IDS)
+
+
+def test_json_nested_too_deep_falls_under_a_rule() -> None:
+    assert read_row(b"[" * 200_000) == Outcome([], Dropped.NOT_JSON)

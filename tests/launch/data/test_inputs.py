@@ -1,8 +1,11 @@
 """Files of conversations: every format, every way in which text files differ, and files cut short."""
 
 import argparse
+import bz2
 import gzip
 import json
+import lzma
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from common.errors import DataError
-from launch.data.inputs import ROWS_PER_CHUNK, Input, find_files, fingerprint, parse_input, read_chunks
+from launch.data.inputs import ROWS_PER_CHUNK, Input, find_files, find_skipped, parse_input, read_chunks
 from tests.builders.saved_sets import save_set
 
 ROWS: list[dict[str, Any]] = [
-    {"messages": [{"role": "user", "content": "ä"}, {"role": "assistant", "content": "b"}], "id": 1},
+    {"messages": [{"role": "user", "content": "ä"}, {"role": "assistant", "content": "b"}], "category": "x"},
     {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"name": "f", "x": None}]}]},
 ]
 TRIMMED = [ROWS[0], {"messages": [{"role": "assistant", "tool_calls": [{"name": "f"}]}]}]
@@ -27,6 +30,13 @@ def read(path: Path, **settings: Any) -> list[Any]:
     assert all(0 < len(chunk.rows) <= ROWS_PER_CHUNK for chunk in chunks)
     rows = [row for chunk in chunks for row in chunk.rows]
     return [json.loads(row) if isinstance(row, bytes) else row for row in rows]
+
+
+def compress_zstd(content: bytes) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(content)
+    return bytes(sink.getvalue())
 
 
 def lines(rows: list[Any]) -> bytes:
@@ -46,6 +56,13 @@ def lines(rows: list[Any]) -> bytes:
         ("a.json", b"\xef\xbb\xbf " + json.dumps(ROWS).encode()),
         ("a.json.gz", gzip.compress(json.dumps(ROWS).encode())),
         ("a.json", lines(ROWS)),  # lines under the other name
+        ("a.json", json.dumps({"version": 1, "data": ROWS}).encode()),
+        ("a.json", json.dumps({"data": ROWS}, indent=2).encode()),
+        ("a.jsonl.bz2", bz2.compress(lines(ROWS))),
+        ("a.jsonl.xz", lzma.compress(lines(ROWS))),
+        ("a.jsonl.zst", compress_zstd(lines(ROWS[:1])) + compress_zstd(lines(ROWS[1:]))),  # two frames
+        ("a.json.zst", compress_zstd(json.dumps(ROWS).encode())),
+        ("a.jsonl", gzip.compress(lines(ROWS))),  # named without its compression
     ],
 )
 def test_text_files(tmp_path: Path, name: str, content: bytes) -> None:
@@ -72,8 +89,8 @@ def test_a_folder_is_its_files_in_order_and_a_saved_set_its_arrow_files(tmp_path
     assert read(tmp_path / "set") == ROWS
     saved = save_set(tmp_path / "saved", [([1, 2], [0, 1]), ([3], [1])])
     assert read(saved) == [
-        {"text": "x", "input_ids": [1, 2], "loss_mask": [0, 1]},
-        {"text": "x", "input_ids": [3], "loss_mask": [1]},
+        {"input_ids": [1, 2], "loss_mask": [0, 1]},
+        {"input_ids": [3], "loss_mask": [1]},
     ]
 
 
@@ -124,13 +141,72 @@ def test_nothing_to_read_is_named(tmp_path: Path) -> None:
         find_files(tmp_path)
 
 
-def test_the_fingerprint_is_of_the_contents(tmp_path: Path) -> None:
-    names = []
-    for folder, content in (("a", b"1"), ("b", b"1"), ("c", b"2")):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / f"{folder}.jsonl").write_bytes(content)
-        names.append(fingerprint(tmp_path / folder))
-    assert names[0] == names[1] != names[2]
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (lines(ROWS).decode().encode("utf-16"), "needed UTF-8, found UTF-16"),
+        (lines(ROWS).decode().encode("utf-16-le"), "needed UTF-8, found UTF-16-LE"),
+        (b"PK\3\4rest", "needed JSON, found a zip archive"),
+    ],
+)
+def test_text_that_is_none_is_named(tmp_path: Path, content: bytes, found: str) -> None:
+    for name in ("a.jsonl", "a.json"):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match=f"{name}: {found}"):
+            read(tmp_path / name)
+
+
+def test_a_damaged_first_row_of_lines_is_a_row(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(b'{"messages": [\n' + lines(ROWS))
+    rows = [row for chunk in read_chunks(Input(tmp_path / "a.json")) for row in chunk.rows]
+    assert rows[0] == b'{"messages": [' and len(rows) == 3
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_points_in_time_are_no_reason_to_refuse_a_file(tmp_path: Path, name: str) -> None:
+    """Neither in columns that nobody reads nor within a message: nanoseconds, and dates after the year 9999."""
+    days = pa.array([4_000_000], pa.int32()).cast(pa.date32())
+    times = {
+        f"{unit}{kind}": pa.array([1], make(unit))
+        for kind, make in (("t", pa.timestamp), ("d", pa.duration))
+        for unit in ("ns", "s")
+    }
+    turn = pa.StructArray.from_arrays(
+        [pa.array(["user"]), pa.array(["hi"]), days, times["nst"]], ["role", "content", "day", "time"]
+    )
+    messages = pa.ListArray.from_arrays([0, 1], turn)
+    table = pa.table({"messages": messages, "category": days, **times, "born": pa.array([date(2020, 1, 1)])})
+    if name == "a.parquet":
+        pq.write_table(table, tmp_path / name)
+    else:
+        with pa.ipc.new_file(str(tmp_path / name), table.schema) as writer:
+            writer.write_table(table)
+    [row] = read(tmp_path / name)
+    assert row["messages"] == [{"role": "user", "content": "hi", "day": 4_000_000, "time": 1}]
+    assert set(row) == {"messages", "category"}
+
+
+def test_rows_without_a_column_that_is_read_are_rows(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet") == [{}, {}]
+
+
+def test_several_splits_under_one_name_are_refused(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        save_set(tmp_path / "all" / split, [([1, 2], [0, 1])])
+    (tmp_path / "all" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    for folder in (tmp_path / "all", tmp_path):
+        with pytest.raises(DataError, match="found the splits test, train: name the folder of one"):
+            read(folder)
+    (tmp_path / "all" / "test" / "cache-1.arrow").write_bytes(b"of map()")
+    assert read(tmp_path / "all" / "test") == [{"input_ids": [1, 2], "loss_mask": [0, 1]}]
+
+
+def test_files_that_are_not_read_are_found(tmp_path: Path) -> None:
+    for name in ("a.jsonl.zst", "b.csv", "c.zip"):
+        (tmp_path / name).write_bytes(b"")
+    assert [path.name for path in find_skipped(tmp_path)] == ["b.csv", "c.zip"]
+    assert [path.name for path in find_files(tmp_path)] == ["a.jsonl.zst"]
 
 
 @pytest.mark.parametrize(
