@@ -3,6 +3,8 @@
 B rows, S padded length, H hidden size, K taps, V vocabulary.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -47,8 +49,7 @@ class TargetModel:
     @torch.inference_mode()
     def _check_embedding(self, device: torch.device) -> None:
         """Raise ModelError unless the first layer reads rows of the embedding as they are, as a draft model does."""
-        embedding = self.decoder.get_input_embeddings()
-        assert isinstance(embedding, nn.Embedding)
+        embedding: Any = self.decoder.get_input_embeddings()
         input_ids = torch.arange(min(_NUM_CHECKED, self.vocab_size), device=device)
         found = _first_input(self.decoder, self._layers[0], input_ids[None])
         if not torch.equal(found, embedding.weight[None, input_ids]):

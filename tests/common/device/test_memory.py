@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from common.device.memory import allowed_bytes, describe_peak
+from common.device.memory import allowed_bytes, describe_peak, take_device
+from common.errors import ConfigError
 
 
 def test_a_cpu_has_no_peak() -> None:
@@ -21,3 +22,9 @@ def test_a_limit_of_the_process_counts() -> None:
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert "GiB of device memory in use" in describe_peak(device)
+
+
+def test_a_gpu_that_is_not_there_is_named() -> None:
+    assert take_device("cpu", "targets.devices") == torch.device("cpu")
+    with pytest.raises(ConfigError, match=r"targets\.devices: needed cuda:99, found \d+ GPUs"):
+        take_device("cuda:99", "targets.devices")

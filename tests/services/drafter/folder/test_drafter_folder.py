@@ -8,15 +8,16 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from services.drafter.training.snapshots import Snapshots
 from torch import Tensor
 
+from common.actor.messages import Welcome
 from common.config import Config
 from common.drafter_files import fingerprint_drafter
 from common.errors import CheckpointError
 from services.drafter.folder.drafter_folder import load_drafter, read_drafter
 from services.drafter.model.model import DraftModel
 from services.drafter.training.optimizer import MasterAdamW
+from services.drafter.training.resume import Checkpointer
 from tests.builders.batches import BLOCK_SIZE, MASK_TOKEN, make_config
 
 Content = dict[str, Any]
@@ -128,8 +129,9 @@ def test_a_run_begins_with_the_very_weights_of_every_layout(
     folder = write(tmp_path / "drafter", LAYOUTS[name], stored)
     config = with_draft(make_config(), init=str(folder), init_fingerprint=fingerprint_drafter(folder))
     model = DraftModel(config)
-    optimizer = MasterAdamW(model, config.train, num_steps=10, num_sums=2)
-    assert Snapshots(tmp_path / "run", config, b"p" * 16, rank=1).resume(model, optimizer) == 0
+    optimizer = MasterAdamW(model, config.train, num_steps=10, block_size=BLOCK_SIZE)
+    checkpointer = Checkpointer(tmp_path / "run", config, Welcome(b"p" * 16, num_batches=10, num_steps=10), rank=1)
+    assert checkpointer.resume(model, optimizer) == (0, None)
     masters = optimizer.master_weights(model)
     assert {key for key, weight in stored.items() if torch.equal(masters[key], weight.float())} == masters.keys()
 
