@@ -1,25 +1,15 @@
-"""The anchor budget that lets drafters and targets keep pace, where train.anchors_per_batch is "auto".
-
-    every target    measures its tokens per second after its warm-up             -> its record on the board
-    every drafter   measures what a batch and what an anchor costs on its device -> its record on the board
-    drafter 0       waits for all of them, chooses, and keeps the choice          -> anchors.json
-    every drafter   goes by the file, in this life and in all later ones
-
-Nobody measures once the file is there.
-"""
+"""The cost of batches and anchors on a drafter, and the anchor budget at which drafters and targets keep pace."""
 
 import bisect
-import logging
 import math
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import torch
 
-from common.actor.lifecycle import Actor
-from common.actor.messages import BatchShape, Welcome
-from common.anchor_budget import AnchorBudget, BatchCost, read_budget, write_budget
+from common.actor.messages import BatchShape
 from common.config import Config
 from common.device.memory import allowed_bytes
 from services.drafter.model.anchors import anchors_of_tiles
@@ -28,35 +18,14 @@ from services.drafter.training.training_state import TrainingState, full_shape, 
 _PROBE_PART = 32  # of the tokens of a batch: the smaller of the two budgets that are timed
 _MEMORY_PART = 0.9  # of what the device can still give
 _NUM_TIMED = 2
-_POLL_S = 0.05
-log = logging.getLogger(__name__)
 
 
-def settle_anchors(actor: Actor, state: TrainingState, welcome: Welcome) -> Config:
-    """The configuration with a number in the place of "auto".
+class BatchCost(NamedTuple):
+    """The cost of a batch on one drafter: seconds = `seconds` + `seconds_per_anchor` * anchors."""
 
-    Args:
-        actor: this drafter.
-        state: before its first step, and so it stays.
-        welcome: what the plan says of the run's batches.
-
-    Raises:
-        StoppedError: told to stop before there was a choice.
-    """
-    config = actor.config
-    if config.train.anchors_per_batch != "auto":
-        return config
-    budget = read_budget(config, actor.run_dir)
-    if budget is None:
-        cost = measure_cost(state, config)
-        actor.notices.show_cost(cost.seconds, cost.seconds_per_anchor, cost.max_anchors)
-        log.info("a batch takes %.4f s and %.3g s for each anchor", cost.seconds, cost.seconds_per_anchor)
-        budget = _choose(actor, welcome) if actor.index == 0 else None
-    while budget is None:
-        _wait(actor)
-        budget = read_budget(config, actor.run_dir)
-    log.info("train.anchors_per_batch = %d (anchors.json)", budget.anchors_per_batch)
-    return with_anchors(config, budget.anchors_per_batch)
+    seconds: float
+    seconds_per_anchor: float
+    max_anchors: int  # that the device has room for
 
 
 def with_anchors(config: Config, anchors_per_batch: int) -> Config:
@@ -131,34 +100,6 @@ def _max_anchors(state: TrainingState, few: int, few_bytes: int, many_bytes: int
         return 1 << 31
     room = max(0, allowed_bytes(device) - many_bytes) * _MEMORY_PART
     return 2 * few + int(room / max(1, (many_bytes - few_bytes) / few))
-
-
-def _choose(actor: Actor, welcome: Welcome) -> AnchorBudget:
-    """Wait until all have measured, choose, and keep the choice."""
-    config, tokens_per_batch = actor.config, welcome.tokens_per_batch
-    first_drafter = actor.args.place - actor.index
-    places = range(first_drafter - config.num_targets, first_drafter), range(first_drafter, first_drafter + config.num_drafters)
-    while True:
-        targets, drafters = ([actor.board.read(place) for place in side] for side in places)
-        if all(notice.tokens_per_s for notice in targets) and all(notice.max_anchors for notice in drafters):
-            break
-        _wait(actor)
-    speeds = [notice.tokens_per_s for notice in targets]
-    costs = [BatchCost(notice.seconds_per_batch, notice.seconds_per_anchor, notice.max_anchors) for notice in drafters]
-    anchors = balanced_anchors(costs, sum(speeds) / tokens_per_batch, welcome.shapes, config)
-    budget = AnchorBudget(anchors, tokens_per_batch, speeds, costs)
-    write_budget(budget, actor.run_dir)
-    mean = mean_anchors(anchors, welcome.shapes, config)
-    taken = len(costs) * tokens_per_batch / max(cost.seconds + cost.seconds_per_anchor * mean for cost in costs)
-    what = anchors, mean, sum(speeds), taken
-    log.info("%d anchors a batch, %.0f on average: the targets make %.0f tokens/s, the drafters take %.0f", *what)
-    return budget
-
-
-def _wait(actor: Actor) -> None:
-    actor.check_stop()
-    actor.keep_waiting()
-    time.sleep(_POLL_S)
 
 
 def _now(device: torch.device) -> float:
