@@ -100,7 +100,7 @@ def balance(config: Config) -> list[str]:
     return [
         f"a target makes      {speed:,.0f} tokens/s, {config.num_targets} of them {config.num_targets * speed:,.0f}",
         f"a drafter takes     {cost.seconds:.4f} s a batch and {cost.seconds_per_anchor:.3g} s an anchor",
-        f"then                {config.num_drafters} drafters train on {taken:,.0f} tokens/s, {mean:,.0f} anchors a batch on average",
+        f"{config.num_drafters} drafters train on {taken:,.0f} tokens/s, {mean:,.0f} anchors a batch on average",
         f"anchors_per_batch = {anchors}",
     ]
 
