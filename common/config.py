@@ -116,7 +116,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     decay_gamma: float = 7.0  # of "decay": weight of slot k is exp(-(k - 1) / gamma)
     contiguous_prefix: bool = True  # labels of a block end at its first token that is not supervised
     anchors_per_document: int = 512
-    anchors_per_batch: int | Literal["auto"] = 4096  # blocks of a batch at most; "auto": as many as balance both sides
+    anchors_per_batch: int = 4096  # blocks of a batch at most; launch.balance finds the number that balances both sides
     head: Literal["exact", "fp8_logits", "fp8"] = "exact"  # of the loss: products as draft.dtype, the first in FP8, or both
     noise: Literal["off", "uniform", "gaussian"] = "off"
     noise_scale: float = 0.05
@@ -174,8 +174,7 @@ class Config(Section, frozen=True, kw_only=True):
 
     @property
     def num_anchors(self) -> int:
-        """Blocks of a batch; where they are "auto", once they are chosen (see common.anchor_budget)."""
-        assert self.train.anchors_per_batch != "auto", "the anchor budget is not chosen yet"
+        """Blocks of a batch at most."""
         return self.train.anchors_per_batch
 
     @property

@@ -33,7 +33,7 @@ def check(config: "Config") -> None:
     for name, path in data.eval_paths.items():
         _need(bool(name and path), "data.eval_paths", "names and folders", f"{name!r} = {path!r}")
     _need(train.anchors_per_document >= 1, "train.anchors_per_document", "at least 1", train.anchors_per_document)
-    fits = train.anchors_per_batch == "auto" or train.anchors_per_batch >= samples
+    fits = train.anchors_per_batch >= samples
     _need(fits, "train.anchors_per_batch", f"at least plan.max_samples_per_batch {samples}", train.anchors_per_batch)
     divisible = config.shape.vocab_size % 16 == config.shape.hidden_size % 16 == 0
     _need(train.head == "exact" or divisible, "train.head", "vocabulary and hidden size divisible by 16 for fp8", train.head)

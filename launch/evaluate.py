@@ -5,7 +5,8 @@
 
 Takes `<run>/export`, or the drafter of --draft, in any layout that services/drafter/folder/layouts.py knows. Prompts are a
 typed message, files in the forms of launch/data/prompts.py (a row's `category`, else the name of the file), or held-out
-samples of the run. --out writes evaluation.json and acceptance.png.
+samples of the run; then the acceptance on all of them is counted first, exactly as in training and without decoding.
+--out writes evaluation.json and acceptance.png.
 Exit code 0: the same tokens, or answers were sampled; 1: other tokens, ties included; 2: something is missing.
 """
 
@@ -30,12 +31,15 @@ from launch.arguments import parse_device
 from launch.data.chat import load_tokenizer
 from launch.decoding.answer import Decoding, Limits
 from launch.decoding.cases import Case, file_cases, first_of_each_category, held_out_cases, typed_case
-from launch.decoding.comparison import Comparison, Outcome
+from launch.decoding.comparison import Comparison, Turn
 from launch.decoding.full_target import stop_tokens
+from launch.decoding.held_out import count_acceptance
 from launch.decoding.pair import Pair, config_of_folders, load_pair, with_dtype
 from launch.decoding.report import Report, Setup, make_report
 from launch.decoding.sampling import Sampling
+from launch.operate.summary import describe_evaluation
 from launch.prepare import parse_setting
+from services.drafter.folder.drafter_folder import load_drafter
 
 COLUMN_WIDTH = 56
 
@@ -56,21 +60,34 @@ def evaluate(config: Config, drafter: Path, cases: list[Case], left_out: Counter
     pair, tokenizer = load_pair(config, drafter, options.device), find_tokenizer(config)
     ends = stop_tokens(pair.target) | ({tokenizer.eos_token_id} if tokenizer and tokenizer.eos_token_id is not None else set())
     limits = Limits(options.max_new_tokens, ends, Sampling(options.temperature, options.top_p))
-    comparison = Comparison(pair, limits, options.seed, options.batch_size)
+    comparison = Comparison(pair, limits, options.seed)
     if options.device.type == "cuda":
         comparison.warm_up()
-    outcomes, num_shown = [], 0
+    turns: list[Turn] = []
     with tqdm(total=len(cases), unit="prompt", disable=None) as progress:
-        for outcome in comparison.run(cases):
-            outcomes.append(outcome)
-            for text in answers(outcome, tokenizer)[: options.show - num_shown]:
-                tqdm.write(text)
-                num_shown += 1
-            progress.update(sum(turn.number == 0 for turn in outcome.turns))
+        for turn in comparison.run(cases):
+            if len(turns) < options.show:
+                tqdm.write(describe(turn, tokenizer))
+            turns.append(turn)
+            progress.update(turn.number == 0)
     left_out += comparison.left_out
-    if not outcomes:
+    if not turns:
         raise DataError(f"needed a prompt that can be decoded, found none: {'; '.join(left_out)}")
-    return make_report(setup_of(config, drafter, pair, options), outcomes, dict(left_out))
+    return make_report(setup_of(config, drafter, pair, options), turns, dict(left_out))
+
+
+def describe_held_out(run_dir: Path, config: Config, drafter: Path, device: torch.device) -> list[str]:
+    """Count the acceptance on all held-out rows of the run, without decoding; return it as text.
+
+    Raises:
+        HeadraceError: the target, the drafter or the data are missing or damaged, or nothing is held out.
+    """
+    found = count_acceptance(run_dir, config, load_drafter(drafter, config), device)
+    return [
+        f"held-out acceptance length             {found.acceptance:.3f} in {found.num_rounds:,} rounds",
+        f"  with another prompt's hidden states  {found.acceptance_other_prompt:.3f}",
+        *describe_evaluation(found),
+    ]
 
 
 def setup_of(config: Config, drafter: Path, pair: Pair, options: argparse.Namespace) -> Setup:
@@ -82,7 +99,6 @@ def setup_of(config: Config, drafter: Path, pair: Pair, options: argparse.Namesp
         device=torch.cuda.get_device_name(options.device) if options.device.type == "cuda" else "cpu",
         releases={name: version(name) for name in ("torch", "transformers")},
         block_size=pair.config.block_size,
-        batch_size=options.batch_size,
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
         top_p=options.top_p,
@@ -111,14 +127,11 @@ def find_tokenizer(config: Config) -> PreTrainedTokenizerBase | None:
     return tokenizer
 
 
-def answers(outcome: Outcome, tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
-    """Each turn as a heading and both its answers side by side."""
-    texts = []
-    for turn in outcome.turns:
-        columns = side_by_side(show(turn.plain, tokenizer), show(turn.speculative, tokenizer))
-        which = f", turn {turn.number}" if turn.number else ""
-        texts.append(f"\n{turn.case.name}{which}, {len(turn.prompt)} tokens\n{columns}\n")
-    return texts
+def describe(turn: Turn, tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """Return a heading and both answers side by side."""
+    columns = side_by_side(show(turn.plain, tokenizer), show(turn.speculative, tokenizer))
+    which = f", turn {turn.number}" if turn.number else ""
+    return f"\n{turn.case.name}{which}, {len(turn.prompt)} tokens\n{columns}\n"
 
 
 def show(decoding: Decoding, tokenizer: PreTrainedTokenizerBase | None) -> str:
@@ -153,7 +166,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--num-prompts", type=int, metavar="N", help="of each category (default: all of a file, 1 held-out sample)")
     add("--template-set", type=parse_setting, action="append", default=[], metavar="KEY=VALUE", help="of the chat template")
     add("--max-new-tokens", type=int, default=48, metavar="N", help="of an answer (default: %(default)s)")
-    add("--batch-size", type=int, default=1, metavar="N", help="prompts decoded together (default: %(default)s)")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: %(default)s)")
     add("--top-p", type=float, default=1.0, metavar="P", help="of sampling (default: %(default)s)")
     add("--seed", type=int, default=0, metavar="N", help="of sampling (default: %(default)s)")
@@ -168,7 +180,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    for name in ("num_prompts", "max_new_tokens", "batch_size", "threads"):
+    for name in ("num_prompts", "max_new_tokens", "threads"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')}: needed at least 1, found {value}")
@@ -199,6 +211,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config, drafter = _configure(options)
         cases, unusable = choose_cases(config, options)
+        if options.prompt is None and not options.prompts:
+            print("\n".join(describe_held_out(options.run, config, drafter, options.device)))
         report = evaluate(config, drafter, cases, unusable, options)
         print("\n".join(report.lines()))
         if options.out:

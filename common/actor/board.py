@@ -33,10 +33,6 @@ _RECORD = np.dtype(
         ("group", "<i8"),
         ("in_collective", "<i8"),
         ("num_skipped", "<i8"),
-        ("tokens_per_s", "<f8"),
-        ("seconds_per_batch", "<f8"),
-        ("seconds_per_anchor", "<f8"),
-        ("max_anchors", "<i8"),
     ]
 )
 _HEAD_BYTES = 128
@@ -66,10 +62,6 @@ class Notice(NamedTuple):
     group: int  # the life of the drafters' group that this drafter has come to
     in_collective: bool  # it waits for other drafters
     num_skipped: int = 0  # steps of the run that were not finite and left the weights alone
-    tokens_per_s: float = 0.0  # of a target, as it measured itself at its start; 0: not measured, as in what follows
-    seconds_per_batch: float = 0.0  # of a drafter's batch without anchors
-    seconds_per_anchor: float = 0.0  # of each of its anchors
-    max_anchors: int = 0  # that its device has room for
 
 
 def board_bytes(num_actors: int) -> int:
@@ -146,16 +138,6 @@ class Notices:
         self._record["num_tokens"] += num_tokens
         self._record["waiting_s"] += waiting_s
         self.progress()
-
-    def show_speed(self, tokens_per_s: float) -> None:
-        """Show a target's speed, as measured at its start."""
-        self._record["tokens_per_s"] = tokens_per_s
-
-    def show_cost(self, seconds_per_batch: float, seconds_per_anchor: float, max_anchors: int) -> None:
-        """Show what a drafter's batch costs, as measured at its start; the last is written last."""
-        self._record["seconds_per_batch"] = seconds_per_batch
-        self._record["seconds_per_anchor"] = seconds_per_anchor
-        self._record["max_anchors"] = max_anchors
 
     def show_step(self, step: int, num_steps: int, loss: float, num_skipped: int = 0) -> None:
         """Show the optimizer step, its loss, and how many steps of the run were skipped."""

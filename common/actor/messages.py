@@ -110,7 +110,6 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     num_batches: int
     num_steps: int
     shapes: list[BatchShape] = []  # for every number of rows in a bucket, the longest
-    tokens_per_batch: float = 0.0  # mean of the training batches
 
 
 class Lease(msgspec.Struct, frozen=True, tag=True):

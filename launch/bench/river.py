@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from common.anchor_budget import read_budget
 from launch.bench.harness.drain import Drain
 from launch.bench.harness.feed import train
 from launch.bench.harness.gpu_monitor import GpuMonitor
@@ -226,10 +225,6 @@ def main(arguments: list[str]) -> int:
                     print(f"{what:58} {value}", flush=True)
             finally:
                 river.end()
-        budget = read_budget(workload.config, trial.run_dir)
-        if budget is not None:
-            print(f"{'anchors of a batch, chosen by the run':58} {budget.anchors_per_batch}", flush=True)
-            workload = workload.with_settings([f"train.anchors_per_batch={budget.anchors_per_batch}"])
         if options.alone_s:
             for what, value in sides(workload, options.alone_s, river):
                 print(f"{what:58} {value}", flush=True)

@@ -1,6 +1,6 @@
-"""What the way from a target to a drafter costs: copies, memory, the death of a writer, the hand-over of a slot.
+"""Measure the memory of a ring and the copies between a slot and a device.
 
-    python -m launch.bench transport [--shape qwen3_6_27b] [--tokens 16384] [--slots 4] [--batches 640]
+    python -m launch.bench transport [--shape qwen3_6_27b] [--tokens 16384] [--slots 4]
 
 Rings are the real ones (`common.ring.ring`) in the layout of the run. Without a GPU the copies are memcpy, smaller, and the
 rows that need one say so.
@@ -19,15 +19,13 @@ import torch
 from common.device.copy_stream import CopyStream, mark_computation
 from common.ring import memory, pinned
 from common.ring.layout import SlotLayout
-from launch.bench.harness.copier import Copier, Ring, wait_until_copying
-from launch.bench.harness.handover import measure_handover
+from common.ring.ring import RingWriter
 from launch.bench.shapes import SHAPES, random_run
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 GIB = 2**30
 NUM_ROUNDS, NUM_COPIES = 5, 4
-QUIET_S = 0.5  # how long a slot is watched after the end of its writer
 PEER = "torch pinned" if ON_GPU else "private memory"
 
 T = TypeVar("T")
@@ -35,8 +33,8 @@ Rows = Iterator[tuple[str, str]]
 Copy = Callable[[], object]
 
 
-def measure(layout: SlotLayout, num_slots: int, num_batches: int) -> Rows:
-    """The rows of the table, as they are measured. Registered memory stays mapped until the end: CUDA remembers it."""
+def measure(layout: SlotLayout, num_slots: int) -> Rows:
+    """Yield the rows of the table, as they are measured. Registered memory stays mapped until the end: CUDA remembers it."""
     num_bytes = layout.ring_bytes(num_slots)
     fd, created_s = timed(lambda: memory.create("bench-ring", num_bytes))
     yield f"ring of {num_slots} slots, {num_bytes / GIB:.2f} GiB: allocate", per_gib(created_s, num_bytes)
@@ -46,14 +44,11 @@ def measure(layout: SlotLayout, num_slots: int, num_batches: int) -> Rows:
     yield "  register the populated pages", per_gib(registered_s, num_bytes) if ON_GPU else "needs a GPU"
     unregistered, again_s = timed(lambda: to_tensor(memory.attach(fd)))
     yield "  map and populate once more, as a restarted process does", per_gib(again_s, num_bytes)
-    ring = Ring.of(fd, layout, num_slots)
-    writer = ring.open()
-    slots = [writer.open(index, layout.capacity_tokens, 1).hidden_states for index in range(num_slots)]
+    writer = RingWriter(fd, layout, num_slots)
+    slots = [writer.open(index, layout.capacity_tokens, 1).hidden_states for index in range(2)]
     yield from measure_copies(slots[0], unregistered)
-    yield from measure_together(ring, slots)
-    yield from measure_deaths(ring, slots)
+    yield from measure_both_ways(slots)
     os.close(fd)
-    yield from measure_hand_over(num_batches)
 
 
 def measure_copies(slot: torch.Tensor, unregistered: torch.Tensor) -> Rows:
@@ -75,8 +70,8 @@ def measure_copies(slot: torch.Tensor, unregistered: torch.Tensor) -> Rows:
         yield f"  slot over {PEER}", f"{ratio:.3f}"
 
 
-def measure_together(ring: Ring, slots: list[torch.Tensor]) -> Rows:
-    """Both ways at once: two streams of a process, and two processes that registered the same memory."""
+def measure_both_ways(slots: list[torch.Tensor]) -> Rows:
+    """Copy into one slot and out of another at once, on two streams."""
     peers, near = [make_peer(slots[0]) for _ in range(2)], [torch.ones_like(slots[0], device=DEVICE) for _ in range(2)]
     streams = [CopyStream(DEVICE) for _ in range(2)]
 
@@ -90,44 +85,11 @@ def measure_together(ring: Ring, slots: list[torch.Tensor]) -> Rows:
 
     rates = [(both_ways(slots), both_ways(peers)) for _ in range(NUM_ROUNDS)]
     ring_rate, peer_rate = (statistics.median(values) for values in zip(*rates, strict=True))
-    yield "both ways at once, one process", f"slots {ring_rate:.1f}, {PEER} {peer_rate:.1f} GB/s together"
-    copiers = [Copier(ring, index, DEVICE, into_slot=index == 0) for index in (0, 1)]
-    wait_until_copying(copiers)
-    before, began = [copier.count() for copier in copiers], time.perf_counter()
-    time.sleep(2.0)
-    counts, seconds = [copier.count() for copier in copiers], time.perf_counter() - began
-    into, out = ((after - first) * slots[0].nbytes / seconds / 1e9 for after, first in zip(counts, before, strict=True))
-    yield "two processes on the same memory", f"one fills a slot at {into:.1f}, one reads another at {out:.1f} GB/s"
-    for copier in copiers:
-        copier.kill()
-
-
-def measure_deaths(ring: Ring, slots: list[torch.Tensor]) -> Rows:
-    """Writers killed in the middle of a copy, one slot each."""
-    copiers = [Copier(ring, index, DEVICE, into_slot=True) for index in range(ring.num_slots)]
-    wait_until_copying(copiers)
-    deaths_ms, changed = [], 0
-    for slot, copier in zip(slots, copiers, strict=True):
-        words = slot.view(torch.int16).view(-1)
-        died_s = copier.kill()
-        some, whole = words[:: memory.PAGE_BYTES // 2].clone(), words.clone()  # a few at once, all a little later
-        time.sleep(QUIET_S)
-        changed += int((words != whole).sum()) + int((words[:: memory.PAGE_BYTES // 2] != some).sum())
-        deaths_ms.append(died_s * 1e3)
-    yield "SIGKILL in mid-copy to pidfd", ", ".join(f"{death:.0f}" for death in deaths_ms) + " ms"
-    yield "  elements of the slot that changed after it", str(changed)
+    yield "both ways at once", f"slots {ring_rate:.1f}, {PEER} {peer_rate:.1f} GB/s together"
 
 
 def _copying(to: torch.Tensor, source: torch.Tensor) -> Copy:
     return lambda: to.copy_(source, non_blocking=True)
-
-
-def measure_hand_over(num_batches: int) -> Rows:
-    """From a full slot to the drafter that waits for it."""
-    waits_ms = [wait_s * 1e3 for wait_s in measure_handover(DEVICE, num_batches)]
-    late = waits_ms[int(0.99 * len(waits_ms))]
-    yield f"hand-over, event fired to Grant, {len(waits_ms)} slots waited for", f"median {statistics.median(waits_ms):.3f} ms"
-    yield "  99 of 100 within", f"{late:.3f} ms (longest {waits_ms[-1]:.3f})"
 
 
 def make_peer(slot: torch.Tensor) -> torch.Tensor:
@@ -175,10 +137,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--shape", choices=[*SHAPES, "tiny"], default="qwen3_6_27b")
     parser.add_argument("--tokens", type=int, default=16384 if ON_GPU else 512, help="of a slot")
     parser.add_argument("--slots", type=int, default=4, help="of the ring, at least 2")
-    parser.add_argument("--batches", type=int, default=640, help="handed over")
     options = parser.parse_args(arguments)
     layout = SlotLayout.of(random_run(options.shape, options.tokens))
     print(f"{torch.cuda.get_device_name() if ON_GPU else 'CPU'}, torch {torch.__version__}, {' '.join(arguments)}")
-    for what, value in measure(layout, options.slots, options.batches):
+    for what, value in measure(layout, options.slots):
         print(f"{what:66} {value}", flush=True)
     return 0

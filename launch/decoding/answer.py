@@ -1,4 +1,4 @@
-"""Answers as they grow: what ends them, and what each has come to."""
+"""An answer as it grows, its limits, and its final form."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -9,8 +9,6 @@ from transformers import PreTrainedModel
 
 from common.errors import DataError
 from launch.decoding.sampling import GREEDY, Sampling
-
-Prompts = Sequence[Sequence[int]]
 
 
 class Limits(NamedTuple):
@@ -23,47 +21,50 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True)
 class Decoding:
-    """The answer to one prompt.
+    """The answer to one prompt. Two are equal whatever time they took.
 
     Attributes:
         tokens: the new tokens, up to and with the first stop token.
-        num_target_passes: passes of the target that this prompt took part in, the prefill included.
+        num_target_passes: the prefill included.
         accepted: drafts accepted and emitted, per verification round; empty without drafts.
+        prefill_s: until the first token.
+        decode_s: from the first token to the last.
     """
 
     tokens: list[int]
     num_target_passes: int
     accepted: list[int]
+    prefill_s: float = field(default=0.0, compare=False)
+    decode_s: float = field(default=0.0, compare=False)
 
 
-@dataclass
 class Answer:
     """One answer as it grows."""
 
-    num_positions: int  # of the target, behind the prompt
-    max_tokens: int
-    stop_tokens: Collection[int]
-    random: np.random.Generator
-    tokens: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    num_target_passes: int = 0
+    def __init__(self, target: PreTrainedModel, prompt: Sequence[int], limits: Limits, seed: Sequence[int]) -> None:
+        """Begin an empty answer. DataError where the prompt is empty or longer than the target, or no token is asked for."""
+        longest = max_length(target)
+        if not 1 <= len(prompt) <= longest:
+            raise DataError(f"prompt: needed 1 to {longest} tokens, found {len(prompt)}")
+        if limits.max_new_tokens < 1:
+            raise DataError(f"max_new_tokens: needed at least 1, found {limits.max_new_tokens}")
+        self.random = np.random.Generator(np.random.Philox(np.random.SeedSequence(list(seed))))
+        self.tokens: list[int] = []
+        self.accepted: list[int] = []
+        self._stop_tokens = limits.stop_tokens
+        self._max_tokens = min(limits.max_new_tokens, longest - len(prompt) + 1)  # the last one needs no position
 
     @property
     def room(self) -> int:
         """Tokens that may still come."""
-        return 0 if self.tokens and self.tokens[-1] in self.stop_tokens else self.max_tokens - len(self.tokens)
-
-    @property
-    def decoding(self) -> Decoding:
-        """As it is now."""
-        return Decoding(self.tokens, self.num_target_passes, self.accepted)
+        return 0 if self.tokens and self.tokens[-1] in self._stop_tokens else self._max_tokens - len(self.tokens)
 
     def add(self, tokens: Sequence[int]) -> int:
         """Append as many as there is room for, up to the first stop token; returns how many."""
         before = len(self.tokens)
         for token in tokens[: self.room]:
             self.tokens.append(token)
-            if token in self.stop_tokens:
+            if token in self._stop_tokens:
                 break
         return len(self.tokens) - before
 
@@ -72,22 +73,3 @@ def max_length(target: PreTrainedModel) -> int:
     """The number of positions that the target was made for."""
     length: int = target.config.get_text_config(decoder=True).max_position_embeddings
     return length
-
-
-def begin_answers(target: PreTrainedModel, prompts: Prompts, limits: Limits, seeds: Sequence[Sequence[int]]) -> list[Answer]:
-    """One empty answer per prompt. DataError where a prompt is empty or longer than the target, or no token is asked for."""
-    longest = max_length(target)
-    for number, prompt in enumerate(prompts):
-        if not 1 <= len(prompt) <= longest:
-            raise DataError(f"prompt {number}: needed 1 to {longest} tokens, found {len(prompt)}")
-    if limits.max_new_tokens < 1:
-        raise DataError(f"max_new_tokens: needed at least 1, found {limits.max_new_tokens}")
-    return [
-        Answer(
-            num_positions=longest - len(prompt),
-            max_tokens=min(limits.max_new_tokens, longest - len(prompt) + 1),  # the last one needs no position
-            stop_tokens=limits.stop_tokens,
-            random=np.random.Generator(np.random.Philox(np.random.SeedSequence(list(seed)))),
-        )
-        for prompt, seed in zip(prompts, seeds or [[number] for number in range(len(prompts))], strict=True)
-    ]

@@ -1,52 +1,60 @@
-"""Drafts the blocks after growing contexts, with what of each context can be computed once.
+"""Draft the block after a growing context, whose keys and values are computed once.
 
-Shapes: R rows, n new context rows, B block size, K taps, H hidden, V vocabulary.
+Shapes: n new context rows, B block size, K taps, H hidden, V vocabulary, Hkv key and value heads, D head_dim.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from common.config import DraftConfig
-from launch.decoding.contexts import Contexts
-from launch.decoding.row_attention import RowAttention
+from services.drafter.model.attention import DenseAttention, KeysValues
 from services.drafter.model.model import DraftModel
+from services.drafter.model.visibility import BlockPlaces, key_runs
 
 
 class BlockDrafter:
-    """One context per row; each context row is projected once."""
+    """One context; each of its rows is projected once."""
 
-    def __init__(self, draft: DraftModel, config: DraftConfig, target: PreTrainedModel, num_rows: int = 1) -> None:
+    def __init__(self, draft: DraftModel, config: DraftConfig, target: PreTrainedModel) -> None:
         self._draft, self._config, self._device = draft, config, draft.fc.weight.device
         model: Any = target
         self._embedding, self._head = model.get_input_embeddings(), model.get_output_embeddings()
-        self._contexts = Contexts(config, num_rows, draft.fc.weight)
+        empty = draft.fc.weight.new_empty(config.num_key_value_heads, 0, config.head_dim)
+        self._layers: list[KeysValues] = [(empty, empty)] * config.num_layers
+        self._length = 0
 
-    def append(self, taps: Sequence[Tensor]) -> None:
-        """Add to every row the context rows [n, K, H] that follow its context."""
-        places = self._contexts.places([rows.shape[0] for rows in taps])
-        projected = self._draft.project_context(torch.cat(list(taps)))
-        self._contexts.append(places, self._draft.context_keys_values(projected, places.columns))
+    def append(self, taps: Tensor) -> None:
+        """Add the rows [n, K, H] that follow the context."""
+        projected = self._draft.project_context(taps)
+        new = self._draft.context_keys_values(projected, self._positions(len(taps)))
+        for layer, pair in enumerate(new):
+            key, value = (torch.cat(both, dim=1) for both in zip(self._layers[layer], pair, strict=True))
+            self._layers[layer] = key, value
+        self._length += len(taps)
 
-    def hidden(self, anchor_tokens: Sequence[int]) -> Tensor:
-        """The blocks [R, B, H] whose anchor tokens come right after the contexts, before the head."""
-        config, lengths = self._config, self._contexts.lengths
-        tokens = torch.tensor([*anchor_tokens, config.mask_token_id], device=self._device)
-        own = self._contexts.places([config.block_size] * len(anchor_tokens))
-        attends = {window: RowAttention(lengths, own, config, window) for window in set(self._draft.windows)}
+    def hidden(self, anchor_token: int) -> Tensor:
+        """Return the block [B, H] whose anchor token comes right after the context, before the head."""
+        tokens = torch.tensor([anchor_token, self._config.mask_token_id], device=self._device)
+        attends = {window: self._attention(window) for window in set(self._draft.windows)}
         attend_of_layers = [attends[window] for window in self._draft.windows]
-        rows: Tensor = self._draft(self._embedding(tokens), own.columns, self._contexts.layers(), attend_of_layers)
-        return rows.view(len(anchor_tokens), config.block_size, -1)
+        positions = self._positions(self._config.block_size)
+        block: Tensor = self._draft(self._embedding(tokens), positions, self._layers, attend_of_layers)
+        return block
 
-    def logits(self, anchor_tokens: Sequence[int]) -> Tensor:
-        """What may follow each anchor token: [R, B - 1, V]."""
-        rows = self.hidden(anchor_tokens)[:, 1:].to(self._head.weight.dtype)
-        return F.linear(rows, self._head.weight)
+    def logits(self, anchor_token: int) -> Tensor:
+        """Return the logits [B - 1, V] of the tokens after the anchor token."""
+        return F.linear(self.hidden(anchor_token)[1:].to(self._head.weight.dtype), self._head.weight)
 
-    def select(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only."""
-        self._contexts.select(rows)
+    def _attention(self, window: int) -> DenseAttention:
+        block_size = self._config.block_size
+        block = BlockPlaces(np.array([self._length]), np.array([0]), np.array([True]))
+        runs = key_runs(block, block_size, window, np.arange(block_size))
+        return DenseAttention(runs, self._length, block_size, self._device)
+
+    def _positions(self, count: int) -> Tensor:
+        return torch.arange(self._length, self._length + count, device=self._device)

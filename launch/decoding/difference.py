@@ -1,9 +1,9 @@
 """Where two greedy answers to one prompt part, and whether rounding explains it.
 
 The same logits come out a little different when a pass has another shape. The last tokens up to the first that differs
-run again in several plain ways, none of which has anything to do with drafts: one by one, a few at a time, all at once,
-and where answers were decoded together, beside as many rows. What the gap between two likely logits changes by from way
-to way is rounding, and so is the last place of the logits themselves; a gap that is no larger could have been decided by it.
+run again in several plain ways, none of which has anything to do with drafts: one by one, a few at a time, all at once.
+The change of the gap between two likely logits from way to way is rounding, and so is the last place of the logits
+themselves; a gap that is no larger could have been decided by it.
 """
 
 import math
@@ -19,7 +19,7 @@ from launch.decoding.target_cache import TargetCache
 
 _NUM_LIKELY = 10  # logits of a position whose gaps are looked at
 _NUM_POSITIONS = 64
-_FEW = 8  # tokens in a pass, and columns that other rows are longer
+_FEW = 8  # tokens in a pass
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,9 +39,9 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
 @torch.inference_mode()
 def find_difference(
-    target: PreTrainedModel, prompt: Sequence[int], plain: Sequence[int], speculative: Sequence[int], *, num_rows: int
+    target: PreTrainedModel, prompt: Sequence[int], plain: Sequence[int], speculative: Sequence[int]
 ) -> Difference | None:
-    """Compare the answers to a prompt that was decoded as one of several rows; None where they are equal."""
+    """Compare two answers to a prompt; None where they are equal."""
     if plain == speculative:
         return None
     same = zip(plain, speculative, strict=False)
@@ -51,7 +51,7 @@ def find_difference(
         tokens = [answer[place] if place < len(answer) else None for answer in (plain, speculative)]
         return Difference(place=place, plain_token=tokens[0], speculative_token=tokens[1])
     text = [*prompt, *plain[:place]]
-    one_by_one, *others = _ways(target, text, num_rows)
+    one_by_one, *others = _ways(target, text)
     likely = one_by_one.topk(min(_NUM_LIKELY, one_by_one.shape[1])).indices
     changes = torch.stack([(way - one_by_one).gather(1, likely) for way in others])
     left, right = one_by_one[-1, plain[place]].item(), one_by_one[-1, speculative[place]].item()
@@ -69,22 +69,20 @@ def _last_place(value: float, dtype: torch.dtype) -> float:
     return math.ldexp(torch.finfo(dtype).eps, math.frexp(value)[1] - 1)
 
 
-def _ways(target: PreTrainedModel, text: Sequence[int], num_rows: int) -> list[Tensor]:
+def _ways(target: PreTrainedModel, text: Sequence[int]) -> list[Tensor]:
     """Logits [n, V] in float32 of what follows the last n tokens, one by one and in the other ways."""
-    passes = [(size, rows) for rows in sorted({1, num_rows}) for size in (1, _FEW)]
-    return [*(_logits_in_passes(target, text, *way) for way in passes), _logits_at_once(target, text)]
+    return [*(_logits_in_passes(target, text, size) for size in (1, _FEW)), _logits_at_once(target, text)]
 
 
-def _logits_in_passes(target: PreTrainedModel, text: Sequence[int], size: int, num_rows: int) -> Tensor:
-    """With a cache, `size` tokens at a time; beside longer rows the text is padded."""
+def _logits_in_passes(target: PreTrainedModel, text: Sequence[int], size: int) -> Tensor:
+    """With a cache, `size` tokens at a time."""
     first = _first(text)
-    heads = [text[: first + 1], *[[*text[:1]] * (first + 1 + _FEW)] * (num_rows - 1)]
     with TargetCache(target) as cache:
-        rows = [cache.prefill(heads)[0][:1]]
+        rows = [cache.prefill(text[: first + 1])[0][None]]
         for start in range(first + 1, len(text), size):
             tokens = text[start : start + size]
-            rows.append(cache.extend([tokens] * num_rows)[0][0])
-            cache.keep([len(tokens)] * num_rows)
+            rows.append(cache.extend(tokens)[0])
+            cache.keep(len(tokens))
     return torch.cat(rows).float()
 
 

@@ -8,7 +8,8 @@ import numpy as np
 
 from common.acceptance import Acceptance
 from common.json_file import write_json
-from launch.decoding.comparison import Outcome, Turn
+from launch.decoding.answer import Decoding
+from launch.decoding.comparison import Turn
 from launch.decoding.difference import Difference
 from services.drafter.model.acceptance import summarise
 
@@ -16,7 +17,7 @@ _MAX_DIFFERENCES = 5  # shown; all are in the file
 
 
 class Speed(msgspec.Struct, frozen=True, kw_only=True):
-    """One way of decoding. Times are of whole batches, prefill apart, per token that came after it."""
+    """One way of decoding. The time per token leaves out the prefill and the token that it gives."""
 
     num_target_passes: int
     prefill_s: float
@@ -63,7 +64,6 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     releases: dict[str, str]
     block_size: int
-    batch_size: int
     max_new_tokens: int
     temperature: float
     top_p: float
@@ -130,24 +130,23 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return [*lines, "same tokens        no" + ("" if found.num_other else ": ties within rounding")]
 
 
-def make_report(setup: Setup, outcomes: Sequence[Outcome], left_out: dict[str, int]) -> Report:
-    """Add up what was decoded; at least one outcome."""
-    names = dict.fromkeys(outcome.category for outcome in outcomes)
-    of_name = {name: [outcome for outcome in outcomes if outcome.category == name] for name in names}
+def make_report(setup: Setup, turns: Sequence[Turn], left_out: dict[str, int]) -> Report:
+    """Add up what was decoded; at least one turn."""
+    names = dict.fromkeys(turn.case.category for turn in turns)
+    of_name = {name: [turn for turn in turns if turn.case.category == name] for name in names}
     return Report(
         setup=setup,
-        total=_figures(outcomes, setup),
+        total=_figures(turns, setup),
         categories={name: _figures(found, setup) for name, found in of_name.items()},
-        partings=list(_partings(turn for outcome in outcomes for turn in outcome.turns)),
+        partings=list(_partings(turns)),
         left_out=left_out,
     )
 
 
-def _figures(outcomes: Sequence[Outcome], setup: Setup) -> Figures:
-    turns = [turn for outcome in outcomes for turn in outcome.turns]
+def _figures(turns: Sequence[Turn], setup: Setup) -> Figures:
     accepted = [count for turn in turns for count in turn.speculative.accepted]
     acceptance = summarise(np.bincount(np.array(accepted, np.int64), minlength=setup.block_size))
-    plain, fast = _speed(outcomes, "plain"), _speed(outcomes, "speculative")
+    plain, fast = (_speed([getattr(turn, way) for turn in turns]) for way in ("plain", "speculative"))
     both = plain.ms_per_token, fast.ms_per_token
     return Figures(
         **msgspec.structs.asdict(acceptance),
@@ -161,13 +160,11 @@ def _figures(outcomes: Sequence[Outcome], setup: Setup) -> Figures:
     )
 
 
-def _speed(outcomes: Sequence[Outcome], way: str) -> Speed:
-    batches = [getattr(outcome, way) for outcome in outcomes]
-    answers = [answer for batch in batches for answer in batch.decodings]
-    decode_s, num_tokens = sum(batch.decode_s for batch in batches), sum(len(answer.tokens) - 1 for answer in answers)
+def _speed(answers: Sequence[Decoding]) -> Speed:
+    decode_s, num_tokens = sum(answer.decode_s for answer in answers), sum(len(answer.tokens) - 1 for answer in answers)
     return Speed(
         num_target_passes=sum(answer.num_target_passes for answer in answers),
-        prefill_s=sum(batch.prefill_s for batch in batches),
+        prefill_s=sum(answer.prefill_s for answer in answers),
         decode_s=decode_s,
         ms_per_token=1e3 * decode_s / num_tokens if num_tokens else None,
     )

@@ -1,7 +1,7 @@
 """How tokens are chosen from logits, and which drafts a target accepts.
 
 Greedy decoding is the limit of temperature 0: all probability on the most likely token.
-Shapes: R rows, n drafts of a row, V vocabulary.
+Shapes: n drafts of a round, V vocabulary.
 """
 
 from typing import NamedTuple
@@ -40,30 +40,24 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     return torch.searchsorted(cumulated, uniforms[..., None] * cumulated[..., -1:], right=True)[..., 0]
 
 
-def accept(target: Tensor, draft: Tensor, drafts: Tensor, num_drafts: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Which drafts stay, and the token after them; together they are distributed as the target's own.
+def accept(target: Tensor, draft: Tensor, drafts: Tensor, uniforms: Tensor) -> tuple[int, int]:
+    """Return how many drafts stay, and the token after them; together they are distributed as the target's own.
 
     A draft x stays with probability min(1, p(x) / q(x)) if all before it did. The token after them comes from the
     normalised max(p - q, 0) where a draft was refused, else from p (Leviathan et al. 2023, arXiv 2211.17192, algorithm 1;
     Chen et al. 2023, arXiv 2302.01318).
 
     Args:
-        target: p [R, n + 1, V], after the last known token and after each draft.
-        draft: q [R, n, V], what each draft was drawn from.
-        drafts: int64 [R, n].
-        num_drafts: int64 [R], how many of its drafts count in each row.
-        uniforms: [R, n + 1], independent, uniform on [0, 1).
-
-    Returns:
-        int64 [R] accepted drafts, at most `num_drafts`, and int64 [R] the tokens after them.
+        target: p [n + 1, V], after the last known token and after each draft.
+        draft: q [n, V], what each draft was drawn from.
+        drafts: int64 [n].
+        uniforms: [n + 1], independent, uniform on [0, 1).
     """
-    num_slots = drafts.shape[1]
-    ratios = (target[:, :num_slots].gather(2, drafts[..., None]) / draft.gather(2, drafts[..., None]))[..., 0]
-    counts = torch.arange(num_slots, device=drafts.device) < num_drafts[:, None]
-    accepted = ((uniforms[:, :num_slots] < ratios) & counts).long().cumprod(dim=1).sum(dim=1)
-    rows = torch.arange(len(drafts), device=drafts.device)
-    own = target[rows, accepted]
-    refused = torch.cat([draft, torch.zeros_like(target[:, :1])], dim=1)[rows, accepted]
-    residual = (own - refused * (accepted < num_drafts)[:, None]).clamp(min=0.0)
-    residual = torch.where(residual.sum(dim=1, keepdim=True) > 0.0, residual, own)  # p = q but for rounding
-    return accepted, draw(residual, uniforms[:, num_slots])
+    num_drafts = len(drafts)
+    ratios = (target[:num_drafts].gather(1, drafts[:, None]) / draft.gather(1, drafts[:, None]))[:, 0]
+    accepted = int((uniforms[:num_drafts] < ratios).long().cumprod(dim=0).sum())
+    own = target[accepted]
+    if accepted < num_drafts:
+        residual = (own - draft[accepted]).clamp(min=0.0)
+        own = residual if residual.sum() > 0.0 else own  # p = q but for rounding
+    return accepted, int(draw(own, uniforms[num_drafts]))

@@ -1,16 +1,13 @@
 """`<run>/report.json`: how a run ended, why, what it came to, and how to go on."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from common.acceptance import Evaluation, find_best
-from common.anchor_budget import read_budget
 from common.config import Config
-from common.errors import ConfigError
 from common.json_file import write_json
 from common.run_dir import report_path
 from launch.operate.control_messages import RunStatus
@@ -87,7 +84,7 @@ def write_report(run_dir: Path, ending: Ending, status: RunStatus, plan: Plan, c
         step=step,
         num_steps=plan.num_steps,
         num_samples=plan.num_samples(step),
-        anchors_per_batch=_anchors_per_batch(config, run_dir),
+        anchors_per_batch=config.train.anchors_per_batch,
         num_skipped=status.num_skipped,
         loss_first=losses[min(losses)] if losses else None,
         loss_last=losses[max(losses)] if losses else None,
@@ -102,12 +99,3 @@ def write_report(run_dir: Path, ending: Ending, status: RunStatus, plan: Plan, c
         resume=None if ending.cause == "done" else command,
     )
     write_json(report_path(run_dir), report)
-
-
-def _anchors_per_batch(config: Config, run_dir: Path) -> int | None:
-    if config.train.anchors_per_batch != "auto":
-        return config.train.anchors_per_batch
-    with suppress(ConfigError):  # a damaged file has ended the run, and this is the report of that
-        budget = read_budget(config, run_dir)
-        return None if budget is None else budget.anchors_per_batch
-    return None

@@ -14,7 +14,6 @@ from services.drafter.folder import checkpoint
 from services.drafter.model.frozen import load_embedding_and_head
 from services.drafter.model.loss import loss_head
 from services.drafter.model.model import DraftModel
-from services.drafter.training.budget import settle_anchors
 from services.drafter.training.evaluator import Evaluator
 from services.drafter.training.fetch import Fetcher
 from services.drafter.training.group import Group
@@ -43,7 +42,6 @@ def main(actor: Actor) -> None:
     optimizer = MasterAdamW(model, config.train, welcome.num_steps, config.draft.block_size)
     log.info("draft model and optimizer made, the run joined: %.1f s in all", time.monotonic() - began)
     state = TrainingState(model, (embedding, loss_head(head, config.train.head)), optimizer)
-    config = settle_anchors(actor, state, welcome)
     checkpointer = Checkpointer(actor.run_dir, config, welcome, actor.index)
     if actor.index == 0:
         checkpoint.clean(actor.run_dir)

@@ -74,7 +74,7 @@ class Router:
         self._leases = leases
         self._num_drafters = num_drafters
         self._num_actors = {"target": leases.num_rings, "drafter": num_drafters, "supervisor": 1}
-        self._welcome = Welcome(plan_hash, plan.num_batches, plan.num_steps, plan.shapes, plan.tokens_per_batch)
+        self._welcome = Welcome(plan_hash, plan.num_batches, plan.num_steps, plan.shapes)
         self._current: dict[tuple[str, int], Incarnation] = {}
         self._cursors: dict[int, int] = {}  # rank -> the first batch that it still needs
         self._latest: dict[int, tuple[Incarnation, int]] = {}  # rank -> its latest request

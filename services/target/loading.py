@@ -1,6 +1,6 @@
 """A target's decoder in the memory of its device: read from its folder, or made from the seed.
 
-transformers' own loader fits, read in its source and measured in `python -m launch.bench loading`: it maps the files, so
+transformers' own loader fits, read in its source and measured with several processes: it maps the files, so
 that the targets of a node share their pages, looks only at tensors that the cut decoder has, and brings each one from
 the mapping straight to the device. Buffers that no file holds, such as inv_freq, it computes anew on the device.
 """

@@ -9,7 +9,6 @@ import torch
 from common.actor.board import Phase
 from common.actor.lifecycle import Actor
 from common.actor.messages import BatchKind, Lease, Work
-from common.anchor_budget import is_open
 from common.data.dataset import Dataset
 from common.data.held_out import HeldOut
 from common.device.memory import take_device
@@ -22,7 +21,6 @@ from services.target.health import Health
 from services.target.model import TargetModel
 from services.target.publisher import Publisher
 from services.target.rows import read_rows
-from services.target.speed import measure_speed
 from services.target.warmup import WarmUp
 
 _HOST = torch.device("cpu")
@@ -50,8 +48,6 @@ class TargetService:
         welcome = actor.join()
         actor.notices.phase(Phase.WARMING_UP)
         stagings = WarmUp(self._model, layout, config.plan, self._device).run(welcome.shapes, actor.check_stop)
-        if is_open(config, actor.run_dir):
-            actor.notices.show_speed(measure_speed(self._model, stagings[0], welcome.shapes, self._device, actor.check_stop))
         health = Health(actor.metrics, ForwardFlops(self._model.decoder), self._device)
         self._publisher = Publisher(actor, writer, stagings, health, self._device, welcome.plan_hash)
 

@@ -44,18 +44,17 @@ KINDS = [pytest.param(*target, id=name) for name, target in TARGETS.items()]
 @torch.no_grad()
 def taps_of(config: Config, target: Any, document: list[int]) -> Tensor:
     with TargetCache(target, config.draft.tap_layers) as cache:
-        return cache.prefill([document])[1][0]
+        return cache.prefill(document)[1]
 
 
 def greedy(target: Any, prompt: list[int], max_new_tokens: int, stop_tokens: list[int] | None = None) -> Decoding:
-    return decode(target, [prompt], Limits(max_new_tokens, stop_tokens or [])).decodings[0]
+    return decode(target, prompt, Limits(max_new_tokens, stop_tokens or []))
 
 
 def drafted(
     target: Any, draft: DraftModel, config: Config, prompt: list[int], max_new_tokens: int, stop_tokens: list[int] | None = None
 ) -> Decoding:
-    limits = Limits(max_new_tokens, stop_tokens or [])
-    return speculate(target, draft, config.draft, [prompt], limits).decodings[0]
+    return speculate(target, draft, config.draft, prompt, Limits(max_new_tokens, stop_tokens or []))
 
 
 def pack(config: Config, target: Any, prompts: list[list[int]], answers: list[list[int]]) -> PackedBatch:

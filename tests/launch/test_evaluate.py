@@ -1,6 +1,7 @@
 """What a person types after a run: launch.export and launch.evaluate, on the tiny random target."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -62,7 +63,9 @@ def run_dir(tmp_path: Path) -> Path:
     tokenizer.save_pretrained(folder)
     config = configuration.load(ROOT / "launch/configs/tiny.toml", [f'model.path="{folder}"'])
     write_synthetic(config, tmp_path / "data")
-    data = msgspec.structs.replace(config.data, eval_path=str(tmp_path / "data/eval"))
+    data = msgspec.structs.replace(
+        config.data, path=str(tmp_path / "data/train"), synthetic=None, eval_path=str(tmp_path / "data/eval")
+    )
     config = msgspec.structs.replace(config, data=data)
     configuration.write(config, tmp_path)
     for step in (1, 2):
@@ -82,6 +85,7 @@ def test_export_then_evaluate_as_typed(run_dir: Path) -> None:
     limits = ["--num-prompts", "2", "--max-new-tokens", "9", "--threads", "1"]
     shown = run_command("launch.evaluate", run_dir, *limits, "--out", run_dir / "out")
     assert (shown.returncode, shown.stderr) == (0, "")
+    assert re.match(r"held-out acceptance length             \d\.\d{3} in [\d,]+ rounds\n", shown.stdout)
     assert "held-out sample 0" in shown.stdout
     assert "held-out sample 1" in shown.stdout
     assert "target passes      plain 18, speculative " in shown.stdout
@@ -115,7 +119,7 @@ def test_full_target_is_the_target_of_training(run_dir: Path) -> None:
     full: Any = load_full_target(config, CPU)
     tokens = list(range(20))
     with TargetCache(full, config.draft.tap_layers) as cache:
-        taps = cache.prefill([tokens])[1][0]
+        taps = cache.prefill(tokens)[1]
     training_taps = TargetModel.load(config, CPU).forward(torch.tensor([tokens]))
     assert torch.equal(taps, torch.stack([tap[0] for tap in training_taps], dim=1))
     embedding, head = load_embedding_and_head(config, CPU)

@@ -50,7 +50,7 @@ def prompts(folders: Path) -> list[str]:
 
 
 def test_files_of_prompts_by_category(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert evaluate.main(arguments(folders, *prompts(folders), "--batch-size", "2")) == 0
+    assert evaluate.main(arguments(folders, *prompts(folders))) == 0
     report, text = read(folders), capsys.readouterr().out
     assert {name: found.num_answers for name, found in report.categories.items()} == {"maths": 4, "songs": 1}
     assert sorted(report.left_out.values()) == [1, 1]
@@ -71,16 +71,6 @@ def test_files_of_prompts_by_category(folders: Path, capsys: pytest.CaptureFixtu
 def test_a_few_of_each_category(folders: Path) -> None:
     assert evaluate.main(arguments(folders, *prompts(folders), "--num-prompts", "2")) == 0
     assert {name: found.num_answers for name, found in read(folders).categories.items()} == {"maths": 3, "songs": 1}
-
-
-def test_batches_change_nothing(folders: Path) -> None:
-    reports = []
-    for size in ("1", "3"):
-        evaluate.main(arguments(folders, *prompts(folders), "--batch-size", size, "--temperature", "0.8", "--top-p", "0.9"))
-        reports.append(read(folders))
-    first, second = (report.total for report in reports)
-    assert (first.num_answer_tokens, first.num_rounds) == (second.num_answer_tokens, second.num_rounds)
-    assert first.acceptance_per_position == second.acceptance_per_position
 
 
 def test_sampled_answers_are_not_compared(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,7 +131,6 @@ def test_drafters_that_cannot_be_used(
         (["run", "--temperature", "-1"], "--temperature: needed 0 or more, found -1.0"),
         (["run", "--temperature", "nan"], "--temperature: needed 0 or more, found nan"),
         (["run", "--top-p", "0"], "--top-p: needed more than 0 and at most 1, found 0.0"),
-        (["run", "--batch-size", "0"], "--batch-size: needed at least 1, found 0"),
         (["run", "--device", "cuda:99"], "argument --device: needed cuda:99, found "),
         (["run", "--device", "gpu"], "needed cpu or cuda:N, found gpu"),
         (["run", "--prompt", "x", "--prompts", "y"], "not allowed with"),

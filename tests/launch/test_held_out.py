@@ -16,9 +16,8 @@ from common import config as configuration
 from common.acceptance import find_best
 from common.data.dataset import Dataset, DatasetWriter
 from common.metrics import read_metrics
-from launch import prepare
-from launch import walk as walking
-from launch.walk import walk
+from launch import evaluate, prepare
+from launch.decoding.held_out import count_acceptance
 from services.drafter.folder.checkpoint import checkpoint_folder, draft_identity, load_weights
 from services.drafter.model.model import DraftModel
 from tests.builders.launched_runs import CONFIG, ROOT, LaunchedRun
@@ -83,8 +82,8 @@ def test_sets_and_categories_in_metrics_report_and_summary(config: Path, run: La
     _, weights = load_weights(checkpoint_folder(run.directory, last["step"]), draft_identity(config_of_run))
     model = DraftModel(config_of_run)
     model.load_state_dict(weights)
-    walked = walk(run.directory, config_of_run, model, torch.device("cpu"))
-    assert msgspec.to_builtins(walked) | {"step": last["step"]} == last  # outside of the run, bit for bit
+    counted = count_acceptance(run.directory, config_of_run, model, torch.device("cpu"))
+    assert msgspec.to_builtins(counted) | {"step": last["step"]} == last  # outside of the run, bit for bit
 
     two = LaunchedRun(tmp_path / "two").start(*SETTINGS, 'drafters.devices=["cpu", "cpu"]', config=config)
     try:
@@ -95,20 +94,18 @@ def test_sets_and_categories_in_metrics_report_and_summary(config: Path, run: La
     assert {path.name for path in (two.directory / "checkpoints").iterdir()} == kept
 
 
-def test_walk_as_typed(
-    config: Path, run: LaunchedRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_evaluate_counts_what_the_last_evaluation_did(
+    config: Path, run: LaunchedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = (*SETTINGS, "plan.epochs=2", "draft.dtype=bfloat16")  # an export holds the very weights of the last step
     assert run.start(*settings, config=config).end() == 0, run.log_tails()
     last = evaluations(run)[-1]
-    monkeypatch.setattr(sys, "argv", ["walk", str(run.directory)])
-    assert walking.main() == 0
+    assert evaluate.main([str(run.directory), "--max-new-tokens", "4"]) == 0
     said = capsys.readouterr().out
     assert f"acceptance length             {last['acceptance']:.3f} in {last['num_rounds']:,} rounds\n" in said
     assert f"  with another prompt's hidden states  {last['acceptance_other_prompt']:.3f}\n" in said
     assert "  mixed/down  " in said
-    monkeypatch.setattr(sys, "argv", ["walk", str(run.directory), "--drafter", str(run.directory / "nowhere")])
-    assert walking.main() == 2
+    assert evaluate.main([str(run.directory), "--draft", str(run.directory / "nowhere")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 

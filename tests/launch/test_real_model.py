@@ -1,7 +1,7 @@
 """The demo, whole: a real model, real slots, and a drafter that has learned from the hidden states it was sent.
 
-Its held-out acceptance is measured in four ways that must agree: while it trained; by the walk over its checkpoint
-outside of the run; by the walk over its export, imported again; and by decoding with that export.
+Its held-out acceptance is measured in four ways that must agree: while it trained; by the exact count over its checkpoint
+outside of the run; by the count over its export, imported again; and by decoding with that export.
 """
 
 import sys
@@ -20,10 +20,10 @@ from common.data.held_out import HeldOut
 from launch import demo, export
 from launch.decoding.answer import Limits
 from launch.decoding.full_target import load_full_target, stop_tokens
+from launch.decoding.held_out import count_acceptance
 from launch.decoding.speculate import decode, speculate
 from launch.decoding.target_features import TargetFeatures
 from launch.operate.summary import read_series
-from launch.walk import walk
 from services.drafter.folder.checkpoint import draft_identity, load_weights
 from services.drafter.folder.drafter_folder import load_drafter
 from services.drafter.model.acceptance import evaluate_batch
@@ -60,12 +60,12 @@ def check_agreement(run_dir: Path, trained: dict[str, Any], out: Path) -> None:
     _, weights = load_weights(checkpoint, draft_identity(config))
     model = DraftModel(config)
     model.load_state_dict(weights)
-    walked = walk(run_dir, config, model, CPU)
+    walked = count_acceptance(run_dir, config, model, CPU)
     assert msgspec.to_builtins(walked) | {"step": trained["step"]} == trained  # bit for bit
 
     export.run(run_dir, out, checkpoint, "dflash")
     served = load_drafter(out, config)
-    rounded = walk(run_dir, config, served, CPU)
+    rounded = count_acceptance(run_dir, config, served, CPU)
     assert abs(rounded.acceptance - walked.acceptance) <= 0.02  # float32 was trained: bfloat16 changes a draft here and there
 
     target = load_full_target(config, CPU)
@@ -81,8 +81,8 @@ def decode_equals_walk(config: Config, target: Any, features: TargetFeatures, dr
     start = int(sample.loss_mask.argmax())
     prompt, answer = sample.input_ids[:start].tolist(), sample.input_ids[start:].tolist()
     limits = Limits(len(answer), stop_tokens(target))
-    plain = decode(target, [prompt], limits).decodings[0].tokens
-    drafted = speculate(target, draft, config.draft, [prompt], limits).decodings[0]
+    plain = decode(target, prompt, limits).tokens
+    drafted = speculate(target, draft, config.draft, prompt, limits)
     assert drafted.tokens == plain
     if plain != answer:
         return False

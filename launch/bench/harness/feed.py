@@ -29,7 +29,6 @@ from common.actor.messages import (
     Welcome,
 )
 from common.data.dataset import Dataset
-from common.errors import ConfigError
 from common.ring.layout import SlotHeader, SlotLayout
 from common.ring.ring import RingWriter
 from common.run_dir import exchange_address
@@ -108,7 +107,7 @@ class Feed:
 
     def _welcome(self) -> Welcome:
         plan = self._plan
-        return Welcome(self._plan_hash, plan.num_batches, plan.num_steps, plan.shapes, plan.tokens_per_batch)
+        return Welcome(self._plan_hash, plan.num_batches, plan.num_steps, plan.shapes)
 
     def _grant(self, batch: int) -> ReplyBody:
         if batch >= self._plan.num_batches:
@@ -138,11 +137,8 @@ def train(stage: Stage, until: Callable[[], bool]) -> bool:
         Whether the training came to its end before.
 
     Raises:
-        ConfigError: the anchor budget is "auto", and there are no targets to choose it by.
         RuntimeError: a drafter failed; the end of its log is in the message.
     """
-    if stage.config.train.anchors_per_batch == "auto":
-        raise ConfigError("train.anchors_per_batch: needed a number, for no target tells its speed here, found auto")
     feed = Feed(stage)
     topology = stage.topology._replace(actors=[spec for spec in stage.topology.actors if spec.role == "drafter"])
     supervisor = Supervisor(stage.config, topology, stage.fds, stage.board, stage.run_dir)

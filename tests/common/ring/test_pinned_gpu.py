@@ -14,8 +14,8 @@ from common.ring import memory, pinned
 from common.ring.checksum import checksum
 from common.ring.layout import SlotLayout
 from common.ring.ring import RingWriter
-from launch.bench.harness.copier import Copier, Ring, wait_until_copying
 from launch.bench.shapes import random_run
+from tests.builders.copier import Copier, Ring, wait_until_copying
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import ConfigError
 from launch.bench import river, scaling, threads
 from launch.bench.harness.workload import SHAPES
 
@@ -18,13 +17,11 @@ def read_table(text: str) -> dict[str, str]:
 
 def test_a_run_is_measured_disturbed_and_each_side_alone(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--shape", "tiny", "--targets", "cpu", "--drafters", "cpu", "--samples", "1024", "--alone-s", "0.5"]
-    auto = ["--set", "train.anchors_per_batch=auto"]
-    assert river.main([*arguments, "--minutes", "0.05", "--kills", "exchange", "--steps", "40", *auto]) == 0
+    assert river.main([*arguments, "--minutes", "0.05", "--kills", "exchange", "--steps", "40"]) == 0
     table = read_table(capsys.readouterr().out)
     rates = [int(value.split()[0]) for name, value in table.items() if name.startswith("tokens/s")]
     assert len(rates) == 3
     assert min(rates) > 0
-    assert int(table["anchors of a batch, chosen by the run"]) > 0
     reached = [float(value) for name, value in table.items() if name.startswith("end to end over")]
     assert reached[2] == max(reached[:2])
     assert float(table["exchange killed: back at work after"].removesuffix(" s")) > 0
@@ -62,8 +59,3 @@ def test_the_same_pipeline_in_one_process_is_measured(capsys: pytest.CaptureFixt
     rates = [float(value.partition(",")[0]) for value in table.values()]
     assert min(rates) > 0
     assert not {"produce", "consume"} & {thread.name for thread in threading.enumerate()}
-
-
-def test_drafters_without_targets_need_a_number_of_anchors() -> None:
-    with pytest.raises(ConfigError, match="anchors_per_batch: needed a number, for no target tells its speed here, found auto"):
-        scaling.main(["--shape", "tiny", "--devices", "cpu", "cpu", "--set", "train.anchors_per_batch=auto"])

@@ -7,10 +7,9 @@ import pytest
 from launch.acceptance_picture import draw_acceptance
 from launch.decoding.answer import Decoding
 from launch.decoding.cases import Case, Turns
-from launch.decoding.comparison import Outcome, Turn
+from launch.decoding.comparison import Turn
 from launch.decoding.difference import Difference
 from launch.decoding.report import Lossless, Report, Setup, make_report
-from launch.decoding.speculate import Batch
 
 SETUP = Setup(
     target="target",
@@ -19,7 +18,6 @@ SETUP = Setup(
     device="a GPU",
     releases={},
     block_size=4,
-    batch_size=2,
     max_new_tokens=9,
     temperature=0.0,
     top_p=1.0,
@@ -34,23 +32,22 @@ def no_turns() -> Turns:
     yield from ()
 
 
-def outcome(category: str, accepted: list[list[int]], differences: list[Difference | None]) -> Outcome:
-    """Answers of the given rounds; a second of prefill either way, then 8 and 2 seconds."""
+def turns_of(category: str, accepted: list[list[int]], differences: list[Difference | None]) -> list[Turn]:
+    """Answers of the given rounds; altogether a second of prefill either way, then 8 and 2 seconds."""
     turns: list[Turn] = []
-    plain: list[Decoding] = []
-    fast: list[Decoding] = []
     for rounds, difference in zip(accepted, differences, strict=True):
-        length = 1 + sum(count + 1 for count in rounds)
-        plain.append(Decoding(list(range(length)), length, []))
-        fast.append(Decoding(list(range(length)), 1 + len(rounds), rounds))
-        case = Case(f"case {len(turns)}", category, no_turns())
-        turns.append(Turn(case, 0, [1], plain[-1], fast[-1], difference))
-    return Outcome(turns, Batch(plain, 1.0, 8.0), Batch(fast, 1.0, 2.0))
+        length, share = 1 + sum(count + 1 for count in rounds), 1 / len(accepted)
+        plain = Decoding(list(range(length)), length, [], share, 8.0 * share)
+        fast = Decoding(list(range(length)), 1 + len(rounds), rounds, share, 2.0 * share)
+        turns.append(Turn(Case(f"case {len(turns)}", category, no_turns()), 0, [1], plain, fast, difference))
+    return turns
 
 
 def report_of(*differences: Difference | None) -> Report:
-    first = outcome("code", [[3, 0], [1]], [*differences, None, None][:2])
-    return make_report(SETUP, [first, outcome("chat", [[0, 0, 0]], [None]), outcome("chat", [[]], [None])], {"too long": 2})
+    first = turns_of("code", [[3, 0], [1]], [*differences, None, None][:2])
+    return make_report(
+        SETUP, [*first, *turns_of("chat", [[0, 0, 0]], [None]), *turns_of("chat", [[]], [None])], {"too long": 2}
+    )
 
 
 def test_figures_add_up() -> None:
@@ -96,7 +93,7 @@ def test_differences_are_told_apart() -> None:
 
 
 def test_an_answer_of_one_token_has_no_time_per_token() -> None:
-    report = make_report(SETUP, [outcome("chat", [[]], [None])], {})
+    report = make_report(SETUP, turns_of("chat", [[]], [None]), {})
     assert report.total.plain.ms_per_token is None
     assert report.total.speedup is None
     assert not any("time per token" in line for line in report.lines())
@@ -104,6 +101,6 @@ def test_an_answer_of_one_token_has_no_time_per_token() -> None:
 
 def test_the_picture_is_a_png(tmp_path: Path) -> None:
     draw_acceptance(report_of(), tmp_path / "new/acceptance.png")
-    draw_acceptance(make_report(SETUP, [outcome("chat", [[]], [None])], {}), tmp_path / "none.png")
+    draw_acceptance(make_report(SETUP, turns_of("chat", [[]], [None]), {}), tmp_path / "none.png")
     for path in (tmp_path / "new/acceptance.png", tmp_path / "none.png"):
         assert path.read_bytes().startswith(b"\x89PNG")

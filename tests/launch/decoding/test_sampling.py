@@ -3,6 +3,7 @@
 Shapes: n samples, m tokens of each, V vocabulary.
 """
 
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from launch.decoding import speculate as decoding
 from launch.decoding.answer import Limits
 from launch.decoding.sampling import GREEDY, Sampling, accept, draw, probabilities
 from launch.decoding.speculate import decode, speculate
 from services.drafter.model.model import DraftModel
 from tests.builders.targets import make_target
 
-VOCABULARY, NUM_TOKENS, NUM_SAMPLES, BATCH = 4, 4, 6000, 500
+VOCABULARY, NUM_TOKENS, NUM_SAMPLES, NUM_DECODED = 4, 3, 4000, 200
 PROMPT = [1, 3, 0]
 TINY = {"vocab_size": VOCABULARY, "initializer_range": 0.15}
-SAMPLINGS = [Sampling(1.0), Sampling(0.6), Sampling(1.3, top_p=0.8)]
+SAMPLING = Sampling(1.3, top_p=0.8)
+Accept = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[int, int]]
 
 
 def exact_next(target: Any, text: list[int], sampling: Sampling) -> NDArray[np.float64]:
@@ -67,48 +68,54 @@ def chi_square(counts: NDArray[np.int64], joint: NDArray[np.float64]) -> tuple[f
     return float(((observed - expected) ** 2 / expected).sum()), float(limit)
 
 
-def sample(target: Any, draft: DraftModel, config: Any, sampling: Sampling) -> tuple[NDArray[np.int64], float]:
-    """Counts [V ** m] of answers with drafts, and the share of drafts that stayed."""
-    answers = []
-    for start in range(0, NUM_SAMPLES, BATCH):
-        seeds = [[11, start + row] for row in range(BATCH)]
-        answers += speculate(target, draft, config.draft, [PROMPT] * BATCH, Limits(NUM_TOKENS, (), sampling), seeds).decodings
-    accepted = [number for answer in answers for number in answer.accepted]
-    return count([answer.tokens for answer in answers]), sum(accepted) / len(accepted)
+def draw_answers(random: np.random.Generator, accept_drafts: Accept) -> tuple[list[list[int]], NDArray[np.float64]]:
+    """Return answers made in rounds of two drafts from made-up distributions, and their exact probabilities [V ** m]."""
+    p = [random.dirichlet(np.ones(VOCABULARY), (VOCABULARY,) * length) for length in range(NUM_TOKENS)]
+    q, answers = random.dirichlet(np.ones(VOCABULARY), 2), []
+    for _ in range(NUM_SAMPLES):
+        drafts = draw(torch.from_numpy(q), torch.from_numpy(random.random(2)))
+        first, second = drafts.tolist()
+        target = torch.from_numpy(np.stack([p[0], p[1][first], p[2][first, second]]))
+        accepted, following = accept_drafts(target, torch.from_numpy(q), drafts, torch.from_numpy(random.random(3)))
+        answer = [*drafts[:accepted].tolist(), following]
+        while len(answer) < NUM_TOKENS:
+            answer.append(int(random.choice(VOCABULARY, p=p[len(answer)][tuple(answer)])))
+        answers.append(answer)
+    joint: NDArray[np.float64] = p[0][:, None, None] * p[1][:, :, None] * p[2]
+    return answers, joint.ravel()
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-def test_answers_with_drafts_are_distributed_as_the_targets_own(tmp_path: Path, sampling: Sampling) -> None:
+def wrong(target: Tensor, draft: Tensor, drafts: Tensor, uniforms: Tensor) -> tuple[int, int]:
+    """Follow a refused draft by a draw from p instead of from what p has over q."""
+    accepted, _ = accept(target, draft, drafts, uniforms)
+    return accepted, int(draw(target[accepted], uniforms[-1]))
+
+
+@pytest.mark.parametrize("accept_drafts", [accept, wrong])
+def test_accepted_drafts_are_distributed_as_the_target(accept_drafts: Accept) -> None:
+    answers, joint = draw_answers(np.random.default_rng(3), accept_drafts)
+    statistic, limit = chi_square(count(answers), joint)
+    assert statistic < limit if accept_drafts is accept else statistic > 2 * limit
+
+
+def test_answers_with_drafts_are_distributed_as_the_targets_own(tmp_path: Path) -> None:
     config, target = make_target(tmp_path, "qwen3", "draft.mask_token_id=3", **TINY)
-    joint = exact_joint(target, sampling)
-    counts, kept = sample(target, DraftModel(config), config, sampling)
-    statistic, limit = chi_square(counts, joint)
-    assert statistic < limit
-    assert not counts[joint == 0].any()
-    assert 0.1 < kept < 1.5  # of at most two drafts a round: both outcomes were really met
-    plain = decode(target, [PROMPT] * BATCH, Limits(NUM_TOKENS, (), sampling)).decodings
-    statistic, limit = chi_square(count([answer.tokens for answer in plain]), joint)
-    assert statistic < limit
-
-
-def test_the_test_finds_the_usual_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A refused draft is followed by a draw from p instead of from what p has over q."""
-
-    def wrong(target: Tensor, draft: Tensor, drafts: Tensor, num_drafts: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        accepted, _ = accept(target, draft, drafts, num_drafts, uniforms)
-        return accepted, draw(target[torch.arange(len(drafts)), accepted], uniforms[:, -1])
-
-    config, target = make_target(tmp_path, "qwen3", "draft.mask_token_id=3", **TINY)
-    monkeypatch.setattr(decoding, "accept", wrong)
-    counts, _ = sample(target, DraftModel(config), config, SAMPLINGS[0])
-    statistic, limit = chi_square(counts, exact_joint(target, SAMPLINGS[0]))
-    assert statistic > 2 * limit
+    joint, draft, limits = exact_joint(target, SAMPLING), DraftModel(config), Limits(NUM_TOKENS, (), SAMPLING)
+    seeds = [[11, number] for number in range(NUM_DECODED)]
+    fast = [speculate(target, draft, config.draft, PROMPT, limits, seed) for seed in seeds]
+    for decodings in (fast, [decode(target, PROMPT, limits, seed) for seed in seeds]):
+        counts = count([answer.tokens for answer in decodings])
+        statistic, limit = chi_square(counts, joint)
+        assert statistic < limit
+        assert not counts[joint == 0].any()
+    accepted = [number for answer in fast for number in answer.accepted]
+    assert 0.1 < sum(accepted) / len(accepted) < 0.9  # of at most one draft a round: both outcomes were really met
 
 
 def test_the_same_seed_gives_the_same_answer(tmp_path: Path) -> None:
     config, target = make_target(tmp_path, "llama")
     draft, limits = DraftModel(config), Limits(20, (), Sampling(1.0))
-    first, again, other = (speculate(target, draft, config.draft, [[5]], limits, [seed]).decodings for seed in ([1], [1], [2]))
+    first, again, other = (speculate(target, draft, config.draft, [5], limits, seed) for seed in ([1], [1], [2]))
     assert first == again
     assert first != other
 
@@ -134,9 +141,7 @@ def test_draws_by_inversion() -> None:
     assert draw(weights.expand(4, 5), uniforms).tolist() == [1, 1, 3, 3]
 
 
-def test_drafts_that_do_not_count_are_not_accepted() -> None:
-    chances = torch.full((2, 4, 3), 1 / 3, dtype=torch.float64)
-    drafts = torch.tensor([[0, 1, 2], [0, 1, 2]])
-    accepted, following = accept(chances, chances[:, :3], drafts, torch.tensor([3, 1]), torch.full((2, 4), 0.9).double())
-    assert accepted.tolist() == [3, 1]  # equal distributions: all stay
-    assert following.tolist() == [2, 2]
+def test_equal_distributions_keep_every_draft() -> None:
+    chances = torch.full((4, 3), 1 / 3, dtype=torch.float64)
+    assert accept(chances, chances[:3], torch.tensor([0, 1, 2]), torch.full((4,), 0.9).double()) == (3, 2)
+    assert accept(chances[:1], chances[:0], torch.tensor([], dtype=torch.int64), torch.full((1,), 0.1).double()) == (0, 0)

@@ -13,11 +13,14 @@ import torch
 from common.errors import DataError
 from launch.decoding.answer import Limits
 from launch.decoding.block_drafter import BlockDrafter
+from launch.decoding.cases import Case
+from launch.decoding.comparison import Comparison
+from launch.decoding.pair import Pair
 from launch.decoding.speculate import decode
 from services.drafter.model.acceptance import evaluate_batch, summarise
 from services.drafter.model.model import DraftModel
 from services.drafter.model.step import block_hidden
-from tests.builders.small_decodings import KINDS, PROMPTS, blocks_of, drafted, greedy, overfit, pack
+from tests.builders.small_decodings import KINDS, PROMPTS, blocks_of, drafted, greedy, once, overfit, pack
 from tests.builders.targets import make_target
 
 
@@ -37,9 +40,9 @@ def test_training_forward_equals_inference_step(tmp_path: Path, model_type: str)
         drafter, known = BlockDrafter(draft, config.draft, target), start
         for block in np.flatnonzero(blocks.valid & (blocks.documents == document)):
             anchor = int(blocks.anchors[block])
-            drafter.append([batch.hidden_states[known:anchor]])
+            drafter.append(batch.hidden_states[known:anchor])
             known = anchor
-            hidden = drafter.hidden([int(batch.input_ids[anchor])])[0]
+            hidden = drafter.hidden(int(batch.input_ids[anchor]))
             torch.testing.assert_close(hidden, trained[block], atol=2e-5, rtol=1e-4)
 
 
@@ -106,9 +109,41 @@ def test_exact_walk_equals_real_decoding(tmp_path: Path, num_steps: int, least: 
 
 def test_bad_lengths_are_refused(tmp_path: Path) -> None:
     _, target = make_target(tmp_path, "llama")
-    with pytest.raises(DataError, match="prompt 1: needed 1 to 512 tokens, found 0"):
-        decode(target, [[1], []], Limits(4))
-    with pytest.raises(DataError, match="prompt 0: needed 1 to 512 tokens, found 513"):
-        decode(target, [[1] * 513], Limits(4))
+    with pytest.raises(DataError, match="prompt: needed 1 to 512 tokens, found 0"):
+        decode(target, [], Limits(4))
+    with pytest.raises(DataError, match="prompt: needed 1 to 512 tokens, found 513"):
+        decode(target, [1] * 513, Limits(4))
     with pytest.raises(DataError, match="max_new_tokens: needed at least 1, found 0"):
-        decode(target, [[1]], Limits(0))
+        decode(target, [1], Limits(0))
+
+
+def test_where_the_positions_of_the_target_end(tmp_path: Path) -> None:
+    config, target = make_target(tmp_path, "qwen3", max_position_embeddings=20)
+    draft = DraftModel(config)
+    for prompt in ([7] * 20, [8] * 19, [9] * 15, [3]):
+        answer = greedy(target, prompt, 99)
+        assert len(prompt) + len(answer.tokens) == 21  # the last token needs no position
+        assert drafted(target, draft, config, prompt, 99).tokens == answer.tokens
+
+
+def test_positions_past_the_end_are_never_computed(tmp_path: Path) -> None:
+    config, target = make_target(tmp_path, "qwen3", max_position_embeddings=20)
+    longest = 0
+
+    def note(module: Any, arguments: tuple[Any, ...]) -> None:
+        nonlocal longest
+        longest = max(longest, int(arguments[1].max()))
+
+    target.model.rotary_emb.register_forward_pre_hook(note)
+    for prompt in ([7] * 14, [3, 4]):
+        drafted(target, DraftModel(config), config, prompt, 99)
+    assert longest == 19
+
+
+def test_warming_up_fits_any_target_and_changes_no_answer(tmp_path: Path) -> None:
+    config, target = make_target(tmp_path, "qwen3", max_position_embeddings=20)
+    comparison = Comparison(Pair(target, DraftModel(config), config.draft), Limits(9), seed=0)
+    comparison.warm_up()
+    turns = list(comparison.run([Case(str(number), "all", once([number])) for number in range(2)]))
+    assert [turn.plain for turn in turns] == [greedy(target, [number], 9) for number in range(2)]
+    assert not any(turn.difference for turn in turns)

@@ -36,7 +36,7 @@ def run() -> Run:
 
 
 def test_hello_is_answered_with_the_identity_of_the_run(run: Run) -> None:
-    expected = Welcome(PLAN_HASH, run.plan.num_batches, run.plan.num_steps, run.plan.shapes, run.plan.tokens_per_batch)
+    expected = Welcome(PLAN_HASH, run.plan.num_batches, run.plan.num_steps, run.plan.shapes)
     assert run.ask(TARGET, Hello(PROTOCOL_VERSION)) == expected
     assert run.ask(DRAFTER, Hello(PROTOCOL_VERSION)) == expected
 

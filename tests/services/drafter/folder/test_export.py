@@ -74,12 +74,12 @@ def test_reloads_to_the_rounded_weights_and_the_same_blocks(tmp_path: Path, tiny
     outputs = []
     for model in (draft, rounded, reloaded):
         drafter = BlockDrafter(model, config.draft, target)
-        drafter.append([taps])
-        outputs.append(target.lm_head(drafter.hidden([4])))
+        drafter.append(taps)
+        outputs.append(target.lm_head(drafter.hidden(4)))
     exact, rounded_logits, reloaded_logits = outputs
     assert torch.equal(reloaded_logits, rounded_logits)  # bit for bit: rounding to bfloat16 is the only loss
     assert 0 < (reloaded_logits - exact).abs().max() < 0.1 * exact.std()
-    answers = [speculate(target, draft, config.draft, [[1, 2, 3]], Limits(16)).decodings for draft in (rounded, reloaded)]
+    answers = [speculate(target, draft, config.draft, [1, 2, 3], Limits(16)) for draft in (rounded, reloaded)]
     assert answers[0] == answers[1]
 
 

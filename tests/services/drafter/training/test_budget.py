@@ -5,11 +5,10 @@ import pytest
 import torch
 
 from common.actor.messages import BatchShape
-from common.anchor_budget import BatchCost
 from common.config import Config
 from services.drafter.model.anchors import choose_blocks
 from services.drafter.model.model import DraftModel
-from services.drafter.training.budget import all_taken, balanced_anchors, mean_anchors, measure_cost, with_anchors
+from services.drafter.training.budget import BatchCost, all_taken, balanced_anchors, mean_anchors, measure_cost, with_anchors
 from services.drafter.training.optimizer import MasterAdamW
 from services.drafter.training.training_state import TrainingState, full_shape, make_up_batch
 from tests.builders.batches import BLOCK_SIZE, frozen_weights, make_config
