@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from common.config import DraftConfig
 from services.drafter.model.attention import DenseAttention, KeysValues
 from services.drafter.model.model import DraftModel
-from services.drafter.model.visibility import BlockPlaces, key_runs
+from services.drafter.model.visibility import BlockAnchors, key_runs
 
 
 class BlockDrafter:
@@ -52,7 +52,7 @@ class BlockDrafter:
 
     def _attention(self, window: int) -> DenseAttention:
         block_size = self._config.block_size
-        block = BlockPlaces(np.array([self._length]), np.array([0]), np.array([True]))
+        block = BlockAnchors(np.array([self._length]), np.array([0]), np.array([True]))
         runs = key_runs(block, block_size, window, np.arange(block_size))
         return DenseAttention(runs, self._length, block_size, self._device)
 
