@@ -44,9 +44,7 @@ from common.ring.ring import RingReader, RingWriter, Rows
 from common.ring.slot_table import table_bytes
 from common.run_dir import exchange_address
 from tests.builders.small_runs import make_config
-
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["tests.builders.process_run"])
+from tests.builders.warm_start import FORKS
 
 
 class Inherited(NamedTuple):

@@ -19,7 +19,7 @@ def run(tmp_path: Path) -> Iterator[LaunchedRun]:
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> LaunchedRun:
     """An undisturbed run of two targets and two drafters."""
-    run = LaunchedRun(tmp_path_factory.mktemp("reference") / "run").start(*TWO_BY_TWO)
+    run = LaunchedRun(tmp_path_factory.mktemp("reference") / "run").start(*TWO_BY_TWO, is_cold=True)
     assert run.end() == 0, run.log_tails()
     return run
 
@@ -27,6 +27,6 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> LaunchedRun:
 @pytest.fixture(scope="session")
 def small_reference(tmp_path_factory: pytest.TempPathFactory) -> LaunchedRun:
     """An undisturbed run of one target and one drafter."""
-    run = LaunchedRun(tmp_path_factory.mktemp("small") / "run").start()
+    run = LaunchedRun(tmp_path_factory.mktemp("small") / "run").start(is_cold=True)
     assert run.end() == 0, run.log_tails()
     return run

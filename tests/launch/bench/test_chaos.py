@@ -14,6 +14,7 @@ from launch.bench import chaos
 from launch.bench.faults import OVERRIDES, SCENARIOS, THREE_DRAFTERS
 from launch.bench.harness.trial import Outcome, Trial
 
+pytestmark = pytest.mark.usefixtures("warm_trials")
 ONE_TARGET = ["plan.epochs=8", 'targets.devices=["cpu"]']  # nobody else does its work while it is dead
 
 
