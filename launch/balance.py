@@ -88,7 +88,7 @@ def balance(config: Config) -> list[str]:
             write_synthetic(config, Path(folder) / "data")
             data = msgspec.structs.replace(config.data, path=str(Path(folder) / "data" / "train"), synthetic=None)
             config = msgspec.structs.replace(config, data=data)
-        plan, _ = read_run_data(config, Path(folder)).plan(config)
+        plan, _ = read_run_data(config.data).plan(config)
     speed = measure_target(config, plan)
     gc.collect()
     torch.cuda.empty_cache()

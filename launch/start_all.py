@@ -19,7 +19,6 @@ import msgspec
 from common import config as configuration
 from common.actor.board import Board
 from common.config import Config
-from common.data.damage import DamagedRows, Ranges, find_damage, write_damaged_rows
 from common.drafter_files import fingerprint_drafter
 from common.errors import HeadraceError, ModelError, RunDirectoryBusyError
 from common.ring import memory
@@ -120,9 +119,7 @@ def _prepare(config: Config, run_dir: Path) -> Plan:
     check_resume(config, run_dir)
     if config.data.synthetic is not None:
         write_synthetic(config, run_dir / "data")
-    if config.data.skip_damaged:
-        _find_damage(config, run_dir)
-    data = read_run_data(config, run_dir)
+    data = read_run_data(config.data)
     plan, _ = data.plan(config)
     print(format_plan(plan, *data, config.plan), flush=True)
     configuration.write(config, run_dir)
@@ -227,19 +224,6 @@ def _with_init(config: Config) -> Config:
 
 def _absolute(path: str) -> str:
     return str(Path(path).expanduser().absolute())
-
-
-def _find_damage(config: Config, run_dir: Path) -> None:
-    """Say what is damaged, and leave the rows where the exchange looks."""
-    held_out = {name: _find_damage_in(path) for name, path in config.data.eval_sets.items()}
-    write_damaged_rows(DamagedRows(_find_damage_in(config.data.path), held_out), run_dir)
-
-
-def _find_damage_in(path: str) -> Ranges:
-    damage = find_damage(Path(path))
-    for line in damage:
-        print(f"damaged: {path}/{line}", flush=True)
-    return [span for line in damage for span in line.rows]
 
 
 def _check_model(config: Config) -> None:

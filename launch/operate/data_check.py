@@ -18,10 +18,9 @@ def check_data(config: Config) -> None:
     held_out = data.eval_paths or ({"": data.eval_path} if data.eval_path else {})
     names = {name: f"data.eval_paths.{name}" if name else "data.eval_path" for name in held_out}
     for key, path in [("data.path", data.path), *((names[name], path) for name, path in held_out.items())]:
-        dataset = Dataset.open(Path(path), damaged=data.skip_damaged)
+        dataset = Dataset.open(Path(path))
         _check_vocabulary(key, dataset, Path(config.model.path))
-        if not data.skip_damaged:  # there the damaged rows are looked for first
-            _check_tokens(key, dataset, config.shape.vocab_size)
+        _check_tokens(key, dataset, config.shape.vocab_size)
 
 
 def _check_vocabulary(key: str, dataset: Dataset, model: Path) -> None:

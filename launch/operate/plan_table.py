@@ -62,7 +62,7 @@ def measure_plan(plan: Plan, lengths: Int32Array, settings: PlanConfig) -> PlanF
 def format_plan(plan: Plan, samples: Samples, held_out: Samples, settings: PlanConfig) -> str:
     """The table that users know: samples, batches, shares; padding and supervised tokens below."""
     figures = measure_plan(plan, samples.lengths, settings)
-    left_out = f" ({figures.num_left_out:,} damaged left out)" if figures.num_left_out else ""
+    left_out = f" ({figures.num_left_out:,} empty left out)" if figures.num_left_out else ""
     supervised = samples.num_supervised_tokens
     lines = [
         ("samples", f"{figures.num_samples:,}{left_out}; {len(held_out.lengths):,} held out"),

@@ -14,7 +14,7 @@ from launch.operate.summary import read_series
 from launch.operate.topology import ActorSpec
 
 _FOLDERS = ("data", "logs", "metrics", "checkpoints", "export", "quarantine", "rendezvous", "profile")
-_FILES = ("lock", "exchange.lock", "config.json", "faults.json", "damaged.json")
+_FILES = ("lock", "exchange.lock", "config.json", "faults.json")
 _Test = Callable[[int], bool]
 
 

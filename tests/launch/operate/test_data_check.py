@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common.data.dataset import DatasetWriter
+from common.data.writer import DatasetWriter
 from launch import prepare
 from launch.data.vocabulary import fingerprint_vocabulary
 from tests.builders.launched_runs import CONFIG, LaunchedRun
