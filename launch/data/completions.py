@@ -38,8 +38,8 @@ class Server(NamedTuple):
     settings: dict[str, Any]  # more fields of a request, such as temperature
     api_key: str = ""
     max_retries: int = 5
-    backoff_s: float = 1.0  # doubled with every retry
     timeout_s: float = 600.0
+    backoff_s: float = 1.0  # doubled with every retry
 
     def answer(self, history: History) -> Answer:
         """Request one answer. RefusedError where the server refuses it, ServerError where all retries fail."""

@@ -68,20 +68,16 @@ class Chunk(NamedTuple):
 def parse_input(text: str) -> Input:
     """PATH[,weight=W][,rows=N], for argparse."""
     path, *settings = text.split(",")
-    chosen = Input(Path(path).expanduser())
-    for setting in settings:
-        key, _, value = setting.partition("=")
-        try:
-            if key == "weight" and float(value) > 0:
-                chosen = chosen._replace(weight=float(value))
-                continue
-            if key == "rows" and int(value) > 0:
-                chosen = chosen._replace(max_rows=int(value))
-                continue
-        except ValueError:
-            pass
-        raise argparse.ArgumentTypeError(f"{text}: needed PATH[,weight=W][,rows=N] with W and N above 0, found {setting}")
-    return chosen
+    try:
+        given = dict(setting.split("=") for setting in settings)
+        max_rows = int(given.pop("rows")) if "rows" in given else None
+        source = Input(Path(path).expanduser(), float(given.pop("weight", 1)), max_rows)
+        if not given and source.weight > 0 and (max_rows is None or max_rows > 0):
+            return source
+    except ValueError:
+        pass
+    needed = "PATH[,weight=W][,rows=N] with positive W and N"
+    raise argparse.ArgumentTypeError(f"{text}: needed {needed}, found {','.join(settings)}")
 
 
 def find_files(path: Path) -> list[Path]:
