@@ -11,8 +11,8 @@ from typing import Any, Literal
 import msgspec
 
 from common.errors import ConfigError
-from common.json_file import write_json
 from common.limits import check
+from common.run_dir import CONFIG, write_json
 from common.target_limits import refuse_quantized, refuse_scaled_embedding, refuse_special_mask
 from common.target_shape import TargetShape, default_tap_layers, read_target_shape
 
@@ -232,7 +232,7 @@ def load(path: Path, overrides: list[str], stand_in: Path | None = None) -> Conf
 
 def read(run_dir: Path) -> Config:
     """Read `<run>/config.json` as `write` left it."""
-    path = run_dir / "config.json"
+    path = run_dir / CONFIG
     try:
         return msgspec.json.decode(path.read_bytes(), type=Config)
     except OSError as error:
@@ -243,7 +243,7 @@ def read(run_dir: Path) -> Config:
 
 def write(config: Config, run_dir: Path) -> None:
     """Write `<run>/config.json` in one piece."""
-    write_json(run_dir / "config.json", config)
+    write_json(run_dir / CONFIG, config)
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:

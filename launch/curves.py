@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from common import config as configuration
 from common.acceptance import Evaluation
 from common.errors import DataError, HeadraceError
+from common.run_dir import METRICS
 from launch.operate.summary import read_series
 
 
@@ -26,11 +27,11 @@ def read_evaluations(run_dir: Path) -> list[Evaluation]:
     """
     _, found = read_series(run_dir, configuration.read(run_dir).num_drafters)
     if not found:
-        raise DataError(f"{run_dir / 'metrics'}: needed an evaluation, found none (see data.eval_path)")
+        raise DataError(f"{run_dir / METRICS}: needed an evaluation, found none (see data.eval_path)")
     try:
         return [msgspec.convert(line, Evaluation) for line in found.values()]
     except msgspec.ValidationError as error:
-        raise DataError(f"{run_dir / 'metrics'}: needed evaluations of this version, found: {error}") from error
+        raise DataError(f"{run_dir / METRICS}: needed evaluations of this version, found: {error}") from error
 
 
 def draw_curves(evaluations: list[Evaluation], path: Path, title: str) -> None:

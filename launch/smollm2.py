@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from common.errors import HeadraceError, ModelError
-from common.json_file import read_object, write_json
+from common.run_dir import read_object, write_json
 
 DEFAULT_FOLDER = Path("~/.cache/headrace/smollm2-135m-instruct")
 _MAGIC = b"GGUF"

@@ -24,7 +24,7 @@ from common.drafter_files import fingerprint_drafter
 from common.errors import HeadraceError, ModelError, RunDirectoryBusyError
 from common.ring import memory
 from common.ring.slot_table import SlotTable
-from common.run_dir import exchange_address, log_path, report_path
+from common.run_dir import DATA, exchange_address, log_path, report_path
 from launch.data.synthetic import write_synthetic
 from launch.operate.control_messages import RunStatus
 from launch.operate.control_server import ControlServer
@@ -119,7 +119,7 @@ def _prepare(config: Config, run_dir: Path) -> Plan:
     """Make the run directory that of this run, as its actors read it, and return the sequence of its batches."""
     check_resume(config, run_dir)
     if config.data.synthetic is not None:
-        write_synthetic(config, run_dir / "data")
+        write_synthetic(config, run_dir / DATA)
     if config.data.skip_damaged:
         _find_damage(config, run_dir)
     data = read_run_data(config, run_dir)
@@ -208,7 +208,7 @@ def _with_paths(config: Config, run_dir: Path) -> Config:
     """Where data and model are, for processes with another working directory; made-up data lie in the run directory."""
     data, model = config.data, config.model
     if data.synthetic is not None:
-        data = msgspec.structs.replace(data, path=str(run_dir / "data" / "train"), eval_path=str(run_dir / "data" / "eval"))
+        data = msgspec.structs.replace(data, path=str(run_dir / DATA / "train"), eval_path=str(run_dir / DATA / "eval"))
     else:
         sets = {name: _absolute(path) for name, path in data.eval_paths.items()}
         single = _absolute(data.eval_path) if data.eval_path else ""

@@ -8,8 +8,7 @@ import msgspec
 
 from common.acceptance import Evaluation, find_best
 from common.config import Config
-from common.json_file import write_json
-from common.run_dir import report_path
+from common.run_dir import report_path, write_json
 from launch.operate.control_messages import RunStatus
 from launch.operate.summary import first_and_last, read_series
 from services.exchange.plan import Plan

@@ -7,6 +7,7 @@ import msgspec
 from common import config as configuration
 from common.config import Config
 from common.errors import CheckpointError
+from common.run_dir import CHECKPOINTS, CONFIG
 
 FIXED = ("model", "draft", "data", "plan", "evaluation")  # targets, drafters, ring and training settings are free
 MAY_MOVE = {"draft.init"}  # its contents are compared
@@ -18,7 +19,7 @@ def check_resume(config: Config, run_dir: Path) -> None:
     Raises:
         CheckpointError: a setting differs that decides batches, draft model or hidden states; both values are named.
     """
-    if not any((run_dir / "checkpoints").glob("step-????????")) or not (run_dir / "config.json").exists():
+    if not any((run_dir / CHECKPOINTS).glob("step-????????")) or not (run_dir / CONFIG).exists():
         return  # the checkpoints name the batches and the draft model, which the drafters compare
     earlier = configuration.read(run_dir)
     _compare("seed", earlier.seed, config.seed, run_dir)

@@ -9,12 +9,30 @@ from pathlib import Path
 
 from common.actor import faults
 from common.errors import ConfigError, RunDirectoryBusyError
-from common.run_dir import control_path, log_path, metrics_path, report_path
+from common.run_dir import (
+    CHECKPOINTS,
+    CONFIG,
+    DATA,
+    EXCHANGE_LOCK,
+    EXPORT,
+    FAULTS,
+    LOCK,
+    LOGS,
+    METRICS,
+    PROFILE,
+    QUARANTINE,
+    RENDEZVOUS,
+    control_path,
+    exchange_socket,
+    log_path,
+    metrics_path,
+    report_path,
+)
 from launch.operate.summary import read_series
 from launch.operate.topology import ActorSpec
 
-_FOLDERS = ("data", "logs", "metrics", "checkpoints", "export", "quarantine", "rendezvous", "profile")
-_FILES = ("lock", "exchange.lock", "config.json", "faults.json", "damaged.json")
+_FOLDERS = (DATA, LOGS, METRICS, CHECKPOINTS, EXPORT, QUARANTINE, RENDEZVOUS, PROFILE)
+_FILES = (LOCK, EXCHANGE_LOCK, CONFIG, FAULTS, "damaged.json")
 _Test = Callable[[int], bool]
 
 
@@ -33,7 +51,7 @@ def check_run_dir(run_dir: Path, actors: list[ActorSpec]) -> None:
     metrics = [metrics_path(run_dir, actor.name) for actor in actors]
     for path in (*(run_dir / name for name in _FILES), report_path(run_dir), *logs, *metrics):
         _check_kind(path, stat.S_ISREG, "a file")
-    for path in (control_path(run_dir), run_dir / "exchange.sock"):
+    for path in (control_path(run_dir), exchange_socket(run_dir)):
         _check_kind(path, stat.S_ISSOCK, "a socket")
     faults.read(run_dir)
     read_series(run_dir, sum(actor.role == "drafter" for actor in actors))
@@ -61,7 +79,7 @@ def lock_run_dir(run_dir: Path) -> Iterator[None]:
 def _open_lock(run_dir: Path) -> int:
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return os.open(run_dir / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        return os.open(run_dir / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigError(f"--run-dir: needed a directory to write to, found {run_dir}: {error.strerror}") from error
 

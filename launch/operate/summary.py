@@ -8,7 +8,7 @@ import msgspec
 from common.acceptance import Evaluation, find_best
 from common.errors import DataError
 from common.metrics import read_metrics
-from common.run_dir import actor_name, metrics_path
+from common.run_dir import EXPORT, actor_name, metrics_path
 
 
 class _Stepped(msgspec.Struct):
@@ -88,6 +88,6 @@ def summarize(run_dir: Path, num_drafters: int, *, is_done: bool) -> str:
         out += describe_evaluation(measured)
     if best := find_best(run_dir):
         out.append(f"best checkpoint                        step {best.step}: {best.acceptance:.3f}")
-    if (run_dir / "export" / "config.json").exists():
-        out.append(f"exported drafter                       {run_dir / 'export'}")
+    if (run_dir / EXPORT / "config.json").exists():
+        out.append(f"exported drafter                       {run_dir / EXPORT}")
     return "\n".join(out)
