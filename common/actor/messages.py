@@ -13,13 +13,15 @@ the same effect however often it arrives. An answer to Work or Next may take as 
     anything else  ->          Refused
 """
 
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 1
-MAX_REQUEST_BYTES = 1 << 20  # far above the longest, a Work whose target holds all slots; more ends the connection
-MAX_WAITING_REQUESTS = 64  # of one connection; the next ones stay with their sender
+from common import wire
+from common.errors import ProtocolError
+
+PROTOCOL_VERSION = 2
 BatchKind = Literal["train", "eval"]
 Word = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # fits the slot table
 
@@ -177,15 +179,14 @@ class _Numbered(msgspec.Struct):
     id: int
 
 
-encode = msgspec.msgpack.Encoder().encode
-decode_request = msgspec.msgpack.Decoder(Request).decode
-decode_reply = msgspec.msgpack.Decoder(Reply).decode
-UNDECODABLE = (msgspec.DecodeError, RecursionError)  # what decoding of arbitrary bytes raises
+decode_request: Callable[[bytes], Request] = wire.decoder(Request)
+decode_reply: Callable[[bytes], Reply] = wire.decoder(Reply)
+_decode_id: Callable[[bytes], _Numbered] = wire.decoder(_Numbered)
 
 
 def find_id(data: bytes) -> int | None:
-    """The id of a message whose rest is wrong, or None where there is no such thing."""
+    """Return the id of a message that is wrong in other fields; None if it has none."""
     try:
-        return msgspec.msgpack.decode(data, type=_Numbered).id
-    except UNDECODABLE:
+        return _decode_id(data).id
+    except ProtocolError:
         return None
