@@ -66,7 +66,7 @@ def plan_topology(config: Config) -> Topology:
 def command(python: str, spec: ActorSpec, run_dir: Path, fds: SharedFds, supervisor_pid: int) -> list[str]:
     """The command line of one life of an actor."""
     line = [python, "-m", f"services.{spec.role}", "--run-dir", str(run_dir), "--index", str(spec.index)]
-    line += ["--place", str(spec.place), "--parent", str(supervisor_pid), "--board-fd", str(fds.board)]
+    line += ["--record", str(spec.place), "--parent", str(supervisor_pid), "--board-fd", str(fds.board)]
     if spec.role == "exchange":
         return [*line, "--control-fd", str(fds.control)]
     if spec.role == "target":
