@@ -21,7 +21,7 @@ _HEAD_BYTES = 128
 
 
 class Phase(enum.IntEnum):
-    """How far an incarnation is."""
+    """Phases of an incarnation, in order."""
 
     STARTING = 0
     WARMING_UP = 1
