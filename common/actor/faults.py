@@ -27,7 +27,7 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     point: str
     visit: int = 1
-    action: Literal["kill", "stop", "sleep", "switch"] = "kill"
+    action: Literal["kill", "stop", "sleep"] = "kill"
     sleep_s: float = 0.0
 
 
@@ -68,11 +68,6 @@ def reach(point: str) -> None:
         if planned.fault.point == point:
             planned.num_visits += 1
             _act(planned)
-
-
-def is_switched(point: str) -> bool:
-    """Whether a test has switched on what `point` names."""
-    return any(planned.fault.point == point and planned.fault.action == "switch" for planned in _planned)
 
 
 def _act(planned: _Planned) -> None:

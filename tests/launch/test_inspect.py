@@ -110,6 +110,6 @@ def test_the_histogram_is_a_picture(folder: Path, tmp_path: Path) -> None:
 def test_what_is_wrong_is_one_line(
     folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    assert inspect.main([str(folder / arguments[0]), *arguments[1:]]) == 1
+    assert inspect.main([str(folder / arguments[0]), *arguments[1:]]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
