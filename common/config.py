@@ -65,7 +65,6 @@ class DataConfig(Section, frozen=True, kw_only=True):
     path: str = ""
     eval_path: str = ""  # "" means no evaluation, unless eval_paths names sets
     eval_paths: dict[str, str] = {}  # instead of it, several: name -> folder; acceptance is told apart by name
-    skip_damaged: bool = False  # check every file at the start and leave out the rows that are damaged
     synthetic: SyntheticConfig | None = None  # instead of all paths
 
     @property
@@ -234,7 +233,10 @@ def read(run_dir: Path) -> Config:
     """Read `<run>/config.json` as `write` left it."""
     path = run_dir / "config.json"
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Config)
+        tree = msgspec.json.decode(path.read_bytes())
+        if isinstance(tree, dict) and isinstance(tree.get("data"), dict):
+            tree["data"].pop("skip_damaged", None)  # a key of earlier versions; other rows would give another plan hash
+        return msgspec.convert(tree, Config)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except msgspec.DecodeError as error:

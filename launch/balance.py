@@ -87,7 +87,7 @@ def balance(config: Config) -> list[str]:
         config = resolve(config, Path(folder))
         if config.data.synthetic is not None:
             write_synthetic(config, Path(folder) / "data")
-        plan, _ = read_run_data(config, Path(folder)).plan(config)
+        plan, _ = read_run_data(config.data).plan(config)
     speed = measure_target(config, plan)
     gc.collect()
     torch.cuda.empty_cache()

@@ -76,13 +76,13 @@ def evaluate(config: Config, drafter: Path, cases: list[Case], left_out: Counter
     return make_report(setup_of(config, drafter, pair, options), turns, dict(left_out))
 
 
-def describe_held_out(run_dir: Path, config: Config, drafter: Path, device: torch.device) -> list[str]:
+def describe_held_out(config: Config, drafter: Path, device: torch.device) -> list[str]:
     """Count the acceptance on all held-out rows of the run, without decoding; return it as text.
 
     Raises:
         HeadraceError: the target, the drafter or the data are missing or damaged, or nothing is held out.
     """
-    found = count_acceptance(run_dir, config, load_drafter(drafter, config), device)
+    found = count_acceptance(config, load_drafter(drafter, config), device)
     return [
         f"held-out acceptance length             {found.acceptance:.3f} in {found.num_rounds:,} rounds",
         f"  with another prompt's hidden states  {found.acceptance_other_prompt:.3f}",
@@ -209,7 +209,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     config, drafter = _configure(options)
     cases, unusable = choose_cases(config, options)
     if options.prompt is None and not options.prompts:
-        print("\n".join(describe_held_out(options.run, config, drafter, options.device)))
+        print("\n".join(describe_held_out(config, drafter, options.device)))
     report = evaluate(config, drafter, cases, unusable, options)
     print("\n".join(report.lines()))
     if options.out:

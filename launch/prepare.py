@@ -19,7 +19,7 @@ from typing import Any
 from tqdm import tqdm
 
 from common.data.arrow_file import Sample
-from common.data.dataset import DatasetWriter
+from common.data.writer import DatasetWriter
 from common.errors import DataError
 from common.target_shape import read_vocab_size
 from launch.arguments import run_command

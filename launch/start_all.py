@@ -14,7 +14,6 @@ from pathlib import Path
 
 from common import config as configuration
 from common.config import Config
-from common.data.damage import DamagedRows, Ranges, find_damage, write_damaged_rows
 from common.ring import memory
 from common.run_dir import exchange_address, log_path, report_path
 from launch.arguments import EXIT_DONE, make_parser, run_command
@@ -65,9 +64,7 @@ def prepare(config: Config, run_dir: Path) -> Plan:
     check_resume(config, run_dir)
     if config.data.synthetic is not None:
         write_synthetic(config, run_dir / "data")
-    if config.data.skip_damaged:
-        _find_damage(config, run_dir)
-    data = read_run_data(config, run_dir)
+    data = read_run_data(config.data)
     plan, _ = data.plan(config)
     print(format_plan(plan, *data, config.plan), flush=True)
     configuration.write(config, run_dir)
@@ -106,19 +103,6 @@ def _load(options: argparse.Namespace) -> tuple[Config, Path]:
 def _command(options: argparse.Namespace, run_dir: Path) -> str:
     line = ["python", "-m", "launch.start_all", str(options.config), "--run-dir", str(run_dir)]
     return shlex.join([*line, *(["--set", *options.overrides] if options.overrides else [])])
-
-
-def _find_damage(config: Config, run_dir: Path) -> None:
-    """Print the damage and write the unusable rows where the exchange reads them."""
-    held_out = {name: _find_damage_in(path) for name, path in config.data.eval_sets.items()}
-    write_damaged_rows(DamagedRows(_find_damage_in(config.data.path), held_out), run_dir)
-
-
-def _find_damage_in(path: str) -> Ranges:
-    damage = find_damage(Path(path))
-    for line in damage:
-        print(f"damaged: {path}/{line}", flush=True)
-    return [span for line in damage for span in line.rows]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -18,7 +18,7 @@ def format_plan(plan: Plan, samples: Samples, held_out: Samples, settings: PlanC
     longest = np.maximum.reduceat(lengths[np.concatenate(batches)], np.cumsum(sizes) - sizes).astype(np.int64)
     num_tokens, num_left_out = int(lengths.sum()), int((lengths == 0).sum())
     padding = 1 - num_tokens / int((sizes * padded_lengths(longest, buckets)).sum())
-    left_out = f" ({num_left_out:,} damaged left out)" if num_left_out else ""
+    left_out = f" ({num_left_out:,} empty left out)" if num_left_out else ""
     supervised = samples.num_supervised_tokens
     lines = {
         "samples": f"{sizes.sum():,}{left_out}; {len(held_out.lengths):,} held out",

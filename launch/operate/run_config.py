@@ -59,7 +59,7 @@ def check_input(config: Config) -> None:
         raise ConfigError(absent)
     if config.data.synthetic is None:
         for key, path in _data_paths(config).items():
-            _check_data_set(config, key, Dataset.open(Path(path), damaged=config.data.skip_damaged))
+            _check_data_set(config, key, Dataset.open(Path(path)))
 
 
 def find_absent(config: Config) -> list[str]:
@@ -106,8 +106,6 @@ def _check_data_set(config: Config, key: str, dataset: Dataset) -> None:
     found, needed = source.get("vocabulary"), fingerprint_vocabulary(model)
     if found and needed and found != needed:
         raise DataError(f"{key}: needed samples of the tokenizer of {model}, found those of {source.get('model')}")
-    if config.data.skip_damaged:
-        return  # damaged rows are not known yet
     vocab_size = config.shape.vocab_size
     if outside := dataset.find_id_outside(vocab_size):
         sample, token = outside

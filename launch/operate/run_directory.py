@@ -18,7 +18,7 @@ from launch.operate.report import read_series
 from launch.operate.topology import ActorSpec
 
 _FOLDERS = ("data", "logs", "metrics", "checkpoints", "export", "quarantine", "rendezvous", "profile")
-_FILES = ("lock", "exchange.lock", "config.json", "faults.json", "damaged.json")
+_FILES = ("lock", "exchange.lock", "config.json", "faults.json")
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFREG: "a file", stat.S_IFSOCK: "a socket", stat.S_IFIFO: "a pipe"}
 _FIXED = ("model", "draft", "data", "plan", "evaluation")  # targets, drafters, ring and training settings may change
 _MAY_MOVE = ("draft.init",)  # its contents are compared

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from common.data.dataset import Dataset, DatasetWriter
+from common.data.dataset import Dataset
+from common.data.writer import DatasetWriter
 from launch import prepare
 from tests.builders.tiny_chat_model import CHATML, save_chat_model
 

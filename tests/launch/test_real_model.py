@@ -60,12 +60,12 @@ def check_agreement(run_dir: Path, trained: dict[str, Any], out: Path) -> None:
     _, weights = load_weights(checkpoint, draft_identity(config))
     model = DraftModel(config)
     model.load_state_dict(weights)
-    walked = count_acceptance(run_dir, config, model, CPU)
+    walked = count_acceptance(config, model, CPU)
     assert msgspec.to_builtins(walked) | {"step": trained["step"]} == trained  # bit for bit
 
     export.run(run_dir, out, checkpoint, "dflash")
     served = load_drafter(out, config)
-    rounded = count_acceptance(run_dir, config, served, CPU)
+    rounded = count_acceptance(config, served, CPU)
     assert abs(rounded.acceptance - walked.acceptance) <= 0.02  # float32 was trained: bfloat16 changes a draft here and there
 
     target = load_full_target(config, CPU)

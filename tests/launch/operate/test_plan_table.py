@@ -21,7 +21,7 @@ def test_the_table_of_a_small_plan() -> None:
     plan = make_plan(config, LENGTHS, NONE)
     table = format_plan(plan, Samples(LENGTHS, "", 12), Samples(NONE, ""), config.plan)
     assert table.splitlines() == [
-        "samples            7 (1 damaged left out); 0 held out",
+        "samples            7 (1 empty left out); 0 held out",
         "batches per epoch  3 of 2 to 3, on average 2.3, samples",
         "steps              3: 2 epochs, 2 batches a step",
         "tokens per epoch   37",

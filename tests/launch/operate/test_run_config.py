@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common import config as configuration
-from common.data.dataset import DatasetWriter
+from common.data.writer import DatasetWriter
 from launch import prepare
 from launch.data.vocabulary import fingerprint_vocabulary
 from launch.operate.run_config import count_gpus, resolve
