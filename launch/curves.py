@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from common import config as configuration
 from common.acceptance import Evaluation
 from common.errors import DataError
+from common.run_dir import METRICS
 from launch.arguments import make_parser, run_command
 from launch.operate.report import read_series
 
@@ -30,7 +31,7 @@ def read_evaluations(run_dir: Path) -> list[Evaluation]:
     """
     _, found = read_series(run_dir, configuration.read(run_dir).num_drafters)
     if not found:
-        raise DataError(f"{run_dir / 'metrics'}: needed an evaluation, found none (see data.eval_path)")
+        raise DataError(f"{run_dir / METRICS}: needed an evaluation, found none (see data.eval_path)")
     return msgspec.convert(list(found.values()), list[Evaluation])
 
 

@@ -26,6 +26,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from common import config as configuration
 from common.config import Config, DType
 from common.errors import DataError
+from common.run_dir import EXPORT
 from launch.acceptance_picture import draw_acceptance
 from launch.arguments import parse_device, run_command
 from launch.data.chat import load_tokenizer
@@ -200,7 +201,7 @@ def _configure(options: argparse.Namespace) -> tuple[Config, Path]:
         dtype: DType = options.dtype or ("float32" if options.device.type == "cpu" else "bfloat16")
         return config_of_folders(options.model.expanduser(), options.draft.expanduser(), dtype), options.draft.expanduser()
     config = configuration.read(options.run)
-    drafter = options.draft.expanduser() if options.draft else options.run / "export"
+    drafter = options.draft.expanduser() if options.draft else options.run / EXPORT
     return with_dtype(config, options.dtype) if options.dtype else config, drafter
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from common import config
 from common.acceptance import find_best
 from common.errors import CheckpointError
+from common.run_dir import CHECKPOINTS
 from launch.arguments import run_command
 from services.drafter.folder.checkpoint import checkpoint_folder, draft_identity, latest, load_weights
 from services.drafter.folder.engine_config import LayoutName
@@ -30,11 +31,11 @@ def find_checkpoint(run_dir: Path, step: int | None, best: bool) -> Path:
     if best:
         evaluation = find_best(run_dir)
         if evaluation is None:
-            raise CheckpointError(f"{run_dir / 'checkpoints'}: needed a checkpoint with its held-out acceptance, found none")
+            raise CheckpointError(f"{run_dir / CHECKPOINTS}: needed a checkpoint with its held-out acceptance, found none")
         return checkpoint_folder(run_dir, evaluation.step)
     folder = latest(run_dir) if step is None else checkpoint_folder(run_dir, step)
     if folder is None:
-        raise CheckpointError(f"{run_dir / 'checkpoints'}: needed a checkpoint, found none")
+        raise CheckpointError(f"{run_dir / CHECKPOINTS}: needed a checkpoint, found none")
     return folder
 
 

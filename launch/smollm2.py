@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from common.errors import ModelError
-from common.json_file import read_object, write_json
+from common.run_dir import read_object, write_json
 from launch.arguments import make_parser, run_command
 
 DEFAULT_FOLDER = Path("~/.cache/headrace/smollm2-135m-instruct")

@@ -15,7 +15,7 @@ from pathlib import Path
 from common import config as configuration
 from common.config import Config
 from common.ring import memory
-from common.run_dir import exchange_address, log_path, report_path
+from common.run_dir import DATA, exchange_address, log_path, report_path
 from launch.arguments import EXIT_DONE, make_parser, run_command
 from launch.data.synthetic import write_synthetic
 from launch.operate.control_messages import RunStatus
@@ -63,7 +63,7 @@ def prepare(config: Config, run_dir: Path) -> Plan:
     """Write the files that the actors read into the run directory, print and return the plan of the batches."""
     check_resume(config, run_dir)
     if config.data.synthetic is not None:
-        write_synthetic(config, run_dir / "data")
+        write_synthetic(config, run_dir / DATA)
     data = read_run_data(config.data)
     plan, _ = data.plan(config)
     print(format_plan(plan, *data, config.plan), flush=True)

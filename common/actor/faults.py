@@ -18,6 +18,7 @@ from typing import Literal
 import msgspec
 
 from common.errors import ConfigError
+from common.run_dir import FAULTS
 
 _ONCE = ("kill", "stop")
 
@@ -43,7 +44,7 @@ _planned: list[_Planned] = []
 
 def read(run_dir: Path) -> dict[str, list[Fault]]:
     """Return the faults of every actor; none where there is no file. ConfigError where it holds anything else."""
-    path = run_dir / "faults.json"
+    path = run_dir / FAULTS
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, list[Fault]])
     except FileNotFoundError:

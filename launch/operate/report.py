@@ -9,9 +9,8 @@ import msgspec
 from common.acceptance import Evaluation, find_best
 from common.config import Config
 from common.errors import DataError
-from common.json_file import write_json
 from common.metrics import read_metrics
-from common.run_dir import actor_name, metrics_path, report_path
+from common.run_dir import EXPORT, actor_name, metrics_path, report_path, write_json
 from launch.operate.control_messages import RunStatus
 from services.exchange.plan import Plan
 
@@ -135,8 +134,8 @@ def summarize(run_dir: Path, num_drafters: int, *, is_done: bool) -> str:
         out += describe_evaluation(last)
     if best := find_best(run_dir):
         out.append(f"best checkpoint                        step {best.step}: {best.acceptance:.3f}")
-    if (run_dir / "export" / "config.json").exists():
-        out.append(f"exported drafter                       {run_dir / 'export'}")
+    if (run_dir / EXPORT / "config.json").exists():
+        out.append(f"exported drafter                       {run_dir / EXPORT}")
     return "\n".join(out)
 
 

@@ -11,6 +11,7 @@ from common.config import Config
 from common.data.dataset import Dataset
 from common.drafter_files import fingerprint_drafter
 from common.errors import ConfigError, DataError, ModelError
+from common.run_dir import DATA
 from launch.data.vocabulary import fingerprint_vocabulary
 
 _DRIVER_TIMEOUT_S = 60  # eight GPUs without persistence mode take some ten seconds
@@ -34,7 +35,7 @@ def resolve(config: Config, run_dir: Path) -> Config:
     """
     replace, data, draft = msgspec.structs.replace, config.data, config.draft
     if data.synthetic is not None:
-        data = replace(data, path=str(run_dir / "data" / "train"), eval_path=str(run_dir / "data" / "eval"))
+        data = replace(data, path=str(run_dir / DATA / "train"), eval_path=str(run_dir / DATA / "eval"))
     else:
         sets = {name: _absolute(path) for name, path in data.eval_paths.items()}
         data = replace(data, path=_absolute(data.path), eval_path=_absolute(data.eval_path), eval_paths=sets)

@@ -10,15 +10,24 @@ from pathlib import Path
 import msgspec
 
 from common import config as configuration
+from common import run_dir as paths
 from common.actor import faults
 from common.config import Config
 from common.errors import CheckpointError, ConfigError, RunDirectoryBusyError
-from common.run_dir import control_path, log_path, metrics_path, report_path
 from launch.operate.report import read_series
 from launch.operate.topology import ActorSpec
 
-_FOLDERS = ("data", "logs", "metrics", "checkpoints", "export", "quarantine", "rendezvous", "profile")
-_FILES = ("lock", "exchange.lock", "config.json", "faults.json")
+_FOLDERS = (
+    paths.DATA,
+    paths.LOGS,
+    paths.METRICS,
+    paths.CHECKPOINTS,
+    paths.EXPORT,
+    paths.QUARANTINE,
+    paths.RENDEZVOUS,
+    paths.PROFILE,
+)
+_FILES = (paths.LOCK, paths.EXCHANGE_LOCK, paths.CONFIG, paths.FAULTS)
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFREG: "a file", stat.S_IFSOCK: "a socket", stat.S_IFIFO: "a pipe"}
 _FIXED = ("model", "draft", "data", "plan", "evaluation")  # targets, drafters, ring and training settings may change
 _MAY_MOVE = ("draft.init",)  # its contents are compared
@@ -35,10 +44,10 @@ def check_run_dir(run_dir: Path, actors: list[ActorSpec]) -> None:
         raise ConfigError(f"--run-dir: needed a directory to write to, found the file {run_dir}")
     for name in _FOLDERS:
         _check_kind(run_dir / name, stat.S_ISDIR, "a folder")
-    of_actors = [path(run_dir, actor.name) for actor in actors for path in (log_path, metrics_path)]
-    for path in (*(run_dir / name for name in _FILES), report_path(run_dir), *of_actors):
+    of_actors = [path(run_dir, actor.name) for actor in actors for path in (paths.log_path, paths.metrics_path)]
+    for path in (*(run_dir / name for name in _FILES), paths.report_path(run_dir), *of_actors):
         _check_kind(path, stat.S_ISREG, "a file")
-    for path in (control_path(run_dir), run_dir / "exchange.sock"):
+    for path in (paths.control_path(run_dir), paths.exchange_socket(run_dir)):
         _check_kind(path, stat.S_ISSOCK, "a socket")
     faults.read(run_dir)
     read_series(run_dir, sum(actor.role == "drafter" for actor in actors))
@@ -54,7 +63,7 @@ def lock_run_dir(run_dir: Path) -> Iterator[None]:
     """
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(run_dir / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fd = os.open(run_dir / paths.LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigError(f"--run-dir: needed a directory to write to, found {run_dir}: {error.strerror}") from error
     try:
@@ -73,7 +82,7 @@ def check_resume(config: Config, run_dir: Path) -> None:
     Raises:
         CheckpointError: a setting differs that decides batches, draft model or hidden states; both values are named.
     """
-    if not any((run_dir / "checkpoints").glob("step-????????")) or not (run_dir / "config.json").exists():
+    if not any((run_dir / paths.CHECKPOINTS).glob("step-????????")) or not (run_dir / paths.CONFIG).exists():
         return  # the checkpoints name the batches and the draft model, which the drafters compare
     earlier = configuration.read(run_dir)
     pairs = {"seed": (earlier.seed, config.seed)}

@@ -14,7 +14,7 @@ from common.actor.messages import Refused, Reply
 from common.config import Config
 from common.errors import ProtocolError, RunDirectoryBusyError
 from common.ring.slot_table import SlotTable
-from common.run_dir import exchange_address
+from common.run_dir import EXCHANGE_LOCK, exchange_address
 from services.exchange.leases import Leases
 from services.exchange.router import Outgoing, Router
 from services.exchange.samples import read_run_data
@@ -78,7 +78,7 @@ def _refuse(address: bytes, data: bytes, reason: str) -> list[Outgoing]:
 
 def _lock(run_dir: Path) -> int:
     """A second bind on a live ipc path would succeed and steal it: the lock forbids a second exchange."""
-    fd = os.open(run_dir / "exchange.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fd = os.open(run_dir / EXCHANGE_LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
