@@ -41,7 +41,7 @@ _WIDTH = 160  # where the output is no terminal
 
 
 class NoRunError(HeadraceError):
-    """There is no such run, or more than one."""
+    """No such run, or more than one."""
 
 
 class NoAnswerError(HeadraceError):

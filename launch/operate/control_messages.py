@@ -18,23 +18,19 @@ ActorState = Literal["starting", "warming up", "ready", "down", "done"]
 
 
 class GetStatus(msgspec.Struct, frozen=True, tag=True):
-    """Request for the state of the run."""
+    pass
 
 
 class Restart(msgspec.Struct, frozen=True, tag=True):
-    """Request to end an actor in good order and start it again."""
-
-    name: str
+    name: str  # of an actor
 
 
 class Kill(msgspec.Struct, frozen=True, tag=True):
-    """Request to kill an actor and start it again."""
-
-    name: str
+    name: str  # of an actor
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """Request to end the run."""
+    pass
 
 
 class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,8 +54,6 @@ class RingStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A whole run."""
-
     run_dir: str
     state: Literal["running", "stopping"]
     uptime_s: float
@@ -82,15 +76,11 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
-    """The request is under way."""
-
-    what: str
+    what: str  # is under way
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Nothing was done."""
-
-    reason: str
+    reason: str  # why nothing was done
 
 
 Request = GetStatus | Restart | Kill | Stop

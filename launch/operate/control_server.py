@@ -37,11 +37,8 @@ class ControlServer:
         """Answer the requests that have arrived."""
         while self._socket.poll(0):
             address, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            reply = self._answer(frames[-1] if frames else b"")
-            try:
-                self._socket.send_multipart([address, *frames[:-1], control_messages.encode(reply)], zmq.NOBLOCK)
-            except zmq.Again:
-                log.warning("an operator does not take its answers")
+            reply = self._answer(b"".join(frames))
+            self._socket.send_multipart([address, control_messages.encode(reply)])  # a ROUTER drops it where nobody takes it
 
     def close(self) -> None:
         """Send the answers that are left and remove the socket."""
