@@ -15,6 +15,7 @@ from queue import Empty, SimpleQueue
 
 import zmq
 
+from common import wire
 from common.actor import messages
 from common.actor.messages import Incarnation, Refused, Reply, ReplyBody, Request, RequestBody
 from common.errors import ProtocolError
@@ -52,7 +53,7 @@ class Channel:
     def request(self, body: RequestBody) -> "Future[ReplyBody]":
         """Ask without waiting; the future holds the answer, or ProtocolError where it was refused."""
         request_id = next(self._ids)
-        pending = _Pending(messages.encode(Request(request_id, self._sender, body)))
+        pending = _Pending(wire.encode(Request(request_id, self._sender, body)))
         with self._wake_lock:
             if self._closing.is_set():
                 raise ChannelClosedError
@@ -145,10 +146,10 @@ def _decode(data: bytes) -> Reply | None:
     """The answer in `data`; a refusal where only its id is readable, None where not even that is."""
     try:
         return messages.decode_reply(data)
-    except messages.UNDECODABLE as error:
-        log.warning("undecodable answer of %d bytes: %s", len(data), error)
+    except ProtocolError as error:
+        log.warning("answer: %s", error)
         request_id = messages.find_id(data)
-        return None if request_id is None else Reply(request_id, Refused(f"answer: needed a message, found {error}"))
+        return None if request_id is None else Reply(request_id, Refused(f"answer: {error}"))
 
 
 def _send_due(socket: "zmq.Socket[bytes]", pending: dict[int, _Pending]) -> None:

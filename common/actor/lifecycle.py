@@ -65,7 +65,7 @@ class Actor:
         self.config = configuration.read(args.run_dir)
         self.incarnation = Incarnation(role, args.index, os.getpid(), start_time(os.getpid()))
         self.board = Board(args.board_fd, 1 + self.config.num_targets + self.config.num_drafters)
-        self.notices = Notices(args.board_fd, args.place, os.getpid())
+        self.notices = Notices(args.board_fd, args.record, os.getpid())
         self.metrics = MetricsWriter(args.run_dir, self.name)
         self.stopping = False
         self._channel: Channel | None = None
@@ -164,7 +164,7 @@ def run_actor(role: str, main: Callable[[Actor], None], add_arguments: Callable[
     parser = argparse.ArgumentParser(prog=f"python -m services.{role}")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--index", type=int, required=True)
-    parser.add_argument("--place", type=int, required=True, help="record on the board")
+    parser.add_argument("--record", type=int, required=True, help="record on the board")
     parser.add_argument("--parent", type=int, required=True, help="pid of the supervisor, for common/actor/parent.py")
     parser.add_argument("--board-fd", type=int, required=True)
     add_arguments(parser)

@@ -8,12 +8,13 @@ operator            supervisor
 anything else  ->     Refused
 """
 
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
 
-MAX_REQUEST_BYTES = 1 << 16  # far more than the longest has; a longer one ends the connection
-MAX_WAITING_REQUESTS = 64  # of one connection
+from common import wire
+
 ActorState = Literal["starting", "warming up", "ready", "down", "done"]
 
 
@@ -86,6 +87,5 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 Request = GetStatus | Restart | Kill | Stop
 Reply = RunStatus | Accepted | Refused
 
-encode = msgspec.msgpack.Encoder().encode
-decode_request = msgspec.msgpack.Decoder(Request).decode
-decode_reply = msgspec.msgpack.Decoder(Reply).decode
+decode_request: Callable[[bytes], Request] = wire.decoder(Request)
+decode_reply: Callable[[bytes], Reply] = wire.decoder(Reply)

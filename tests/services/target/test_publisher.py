@@ -15,6 +15,7 @@ import torch
 import zmq
 
 from common import config as configuration
+from common import wire
 from common.actor import messages
 from common.actor.board import board_bytes
 from common.actor.lifecycle import Actor
@@ -68,7 +69,7 @@ class SmallExchange:
                     self.ready.append(request.body)
                     answer = Done()
                 if answer is not None:
-                    socket.send_multipart([peer, messages.encode(Reply(request.id, answer))])
+                    socket.send_multipart([peer, wire.encode(Reply(request.id, answer))])
             socket.close(linger=0)
 
 
