@@ -195,7 +195,7 @@ def _row(name: str, figures: Figures, width: int) -> str:
 
 def _describe(parting: Parting, dtype: str) -> str:
     found = parting.difference
-    where = f"{parting.name}, turn {parting.turn}: the answers differ from token {found.place} on"
+    where = f"{parting.name}, turn {parting.turn}: the answers differ from token {found.index} on"
     if found.gap is None or found.rounding is None:
         return f"{where}: one of them ends there, which rounding does not explain"
     measured = f"the logits of {found.plain_token} and {found.speculative_token} are {found.gap:.3g} apart"

@@ -23,9 +23,9 @@ SETUP = Setup(
     top_p=1.0,
     seed=0,
 )
-TIE = Difference(place=2, plain_token=5, speculative_token=6, gap=0.125, rounding=0.25)
-OTHER = Difference(place=3, plain_token=5, speculative_token=6, gap=0.5, rounding=0.25)
-CUT = Difference(place=4, plain_token=5, speculative_token=None)
+TIE = Difference(index=2, plain_token=5, speculative_token=6, gap=0.125, rounding=0.25)
+OTHER = Difference(index=3, plain_token=5, speculative_token=6, gap=0.5, rounding=0.25)
+CUT = Difference(index=4, plain_token=5, speculative_token=None)
 
 
 def no_turns() -> Turns:
