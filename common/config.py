@@ -67,7 +67,6 @@ class DataConfig(Section, frozen=True, kw_only=True):
     path: str = ""  # folder of the training set
     eval_path: str = ""  # folder of the held-out set; "" means no evaluation, unless eval_paths names sets
     eval_paths: dict[str, str] = {}  # several held-out sets instead, name = folder; acceptance is reported for each
-    skip_damaged: bool = False  # check every file at the start and leave out the rows that are damaged
     synthetic: SyntheticConfig | None = None  # made-up data instead of all paths
 
     @property
@@ -224,7 +223,10 @@ def load(path: Path, overrides: list[str], stand_in: Path | None = None) -> Conf
 def read(run_dir: Path) -> Config:
     """Read `<run>/config.json` as `write` left it."""
     path = run_dir / CONFIG
-    return convert(read_object(path, ConfigError), Config, prefix=f"{path}: ")
+    tree = read_object(path, ConfigError)
+    if isinstance(tree.get("data"), dict):
+        tree["data"].pop("skip_damaged", None)  # a key of earlier versions; other rows would give another plan hash
+    return convert(tree, Config, prefix=f"{path}: ")
 
 
 def write(config: Config, run_dir: Path) -> None:

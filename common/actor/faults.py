@@ -28,7 +28,7 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     point: str
     visit: int = 1
-    action: Literal["kill", "stop", "sleep", "switch"] = "kill"
+    action: Literal["kill", "stop", "sleep"] = "kill"
     sleep_s: float = 0.0
 
 
@@ -69,11 +69,6 @@ def reach(point: str) -> None:
         if planned.fault.point == point:
             planned.num_visits += 1
             _act(planned)
-
-
-def is_switched(point: str) -> bool:
-    """Return whether a test has switched `point` on."""
-    return any(planned.fault.point == point and planned.fault.action == "switch" for planned in _planned)
 
 
 def _act(planned: _Planned) -> None:

@@ -32,7 +32,7 @@ class ExchangeService:
         self._actor = actor
         self._lock = _lock(actor.run_dir)
         self._table = SlotTable(actor.args.control_fd, config.num_targets * config.ring.num_slots)
-        self._router = _make_router(config, actor.run_dir, Leases(self._table, config.num_targets))
+        self._router = _make_router(config, Leases(self._table, config.num_targets))
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -84,8 +84,8 @@ def _lock(run_dir: Path) -> int:
     return fd
 
 
-def _make_router(config: Config, run_dir: Path, leases: Leases) -> Router:
-    plan, name = read_run_data(config, run_dir).plan(config)
+def _make_router(config: Config, leases: Leases) -> Router:
+    plan, name = read_run_data(config.data).plan(config)
     return Router(plan, name, leases, config.num_drafters)
 
 

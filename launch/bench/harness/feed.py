@@ -53,7 +53,7 @@ class Feed:
         self._bucket_lengths = config.plan.bucket_lengths
         self._layout = SlotLayout.of(config)
         self._dataset = Dataset.open(Path(config.data.path))
-        self._plan, self._plan_hash = read_run_data(config, stage.run_dir).plan(config)
+        self._plan, self._plan_hash = read_run_data(config.data).plan(config)
         self._ring = RingWriter(stage.fds.rings[0], self._layout, config.ring.num_slots)
         self._sums = self._fill()
         self._generation = 0
