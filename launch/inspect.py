@@ -24,7 +24,8 @@ from transformers import PreTrainedTokenizerBase
 
 from common.data.arrow_file import Sample
 from common.data.dataset import Dataset
-from common.errors import DataError, HeadraceError
+from common.errors import DataError
+from launch.arguments import run_command
 from launch.data.chat import open_tokenizer
 from launch.data.damage import find_damage
 from launch.data.rules import format_report, histogram
@@ -114,28 +115,27 @@ def _flatten(source: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     return lines
 
 
+def _inspect(arguments: argparse.Namespace) -> int:
+    if arguments.verify:
+        return verify(arguments.dataset)
+    dataset, console = Dataset.open(arguments.dataset), Console(highlight=False)
+    tokenizer = find_tokenizer(dataset, arguments.model) if arguments.row else None
+    for row in arguments.row:
+        show_row(console, dataset, row, tokenizer)
+    if not arguments.row:
+        print(describe(dataset), end="\n\n", flush=True)
+        console.print(draw_lengths(dataset))
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Return exit code 0, or 1 for damage or after one line that says what is wrong."""
+    """Read the command line and show; return 1 for damage."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dataset", type=Path, metavar="DATASET")
     parser.add_argument("--row", type=int, action="append", default=[], metavar="N", help="repeatable")
     parser.add_argument("--model", type=Path, metavar="DIR", help="whose tokenizer turns ids into text")
     parser.add_argument("--verify", action="store_true", help="check every file against its checksum and every damaged row")
-    arguments = parser.parse_args(argv)
-    try:
-        if arguments.verify:
-            return verify(arguments.dataset)
-        dataset, console = Dataset.open(arguments.dataset), Console(highlight=False)
-        tokenizer = find_tokenizer(dataset, arguments.model) if arguments.row else None
-        for row in arguments.row:
-            show_row(console, dataset, row, tokenizer)
-        if not arguments.row:
-            print(describe(dataset), end="\n\n", flush=True)
-            console.print(draw_lengths(dataset))
-    except HeadraceError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return run_command(_inspect, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -20,8 +20,9 @@ from tqdm import tqdm
 
 from common.data.arrow_file import Sample
 from common.data.writer import DatasetWriter
-from common.errors import DataError, HeadraceError
+from common.errors import DataError
 from common.target_shape import read_vocab_size
+from launch.arguments import run_command
 from launch.data.conversion import Convert, Settings, open_workers
 from launch.data.inputs import Input, find_files, find_skipped, parse_input, read_chunks
 from launch.data.rules import Limits, Tally, format_report
@@ -135,27 +136,25 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
+def _prepare(arguments: argparse.Namespace) -> None:
+    model = arguments.model.expanduser()
+    limits = Limits(read_vocab_size(model), arguments.max_length, arguments.truncate)
+    settings = Settings(model, arguments.template, dict(arguments.template_set), limits, arguments.assistant_role)
+    check_outs(arguments.out, arguments.eval_out)
+    for file in (file for source in arguments.input for file in find_skipped(source.path)):
+        print(f"not read: {file}", file=sys.stderr)
+    preparation = Preparation(arguments.input, arguments.eval_samples)
+    num_workers = min(len(os.sched_getaffinity(0)), 1 + preparation.num_bytes // _BYTES_PER_WORKER)
+    with open_workers(settings, arguments.workers or num_workers) as convert:
+        try:
+            prepare(preparation, convert, arguments)
+        finally:
+            print(format_report(preparation.tally.as_json()), flush=True)
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Return exit code 0, or 1 after one line that says what is wrong."""
-    arguments = parse_arguments(argv)
-    try:
-        model = arguments.model.expanduser()
-        limits = Limits(read_vocab_size(model), arguments.max_length, arguments.truncate)
-        settings = Settings(model, arguments.template, dict(arguments.template_set), limits, arguments.assistant_role)
-        check_outs(arguments.out, arguments.eval_out)
-        for file in (file for source in arguments.input for file in find_skipped(source.path)):
-            print(f"not read: {file}", file=sys.stderr)
-        preparation = Preparation(arguments.input, arguments.eval_samples)
-        num_workers = min(len(os.sched_getaffinity(0)), 1 + preparation.num_bytes // _BYTES_PER_WORKER)
-        with open_workers(settings, arguments.workers or num_workers) as convert:
-            try:
-                prepare(preparation, convert, arguments)
-            finally:
-                print(format_report(preparation.tally.as_json()), flush=True)
-    except HeadraceError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    """Read the command line and prepare."""
+    return run_command(_prepare, parse_arguments(argv))
 
 
 if __name__ == "__main__":

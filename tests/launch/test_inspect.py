@@ -114,6 +114,6 @@ def test_lengths_are_bars_of_all_samples_and_of_their_supervised_tokens(tmp_path
 def test_what_is_wrong_is_one_line(
     folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    assert inspect.main([str(folder / arguments[0]), *arguments[1:]]) == 1
+    assert inspect.main([str(folder / arguments[0]), *arguments[1:]]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and error.count("\n") == 1

@@ -23,7 +23,7 @@ from launch.decoding.full_target import load_full_target, stop_tokens
 from launch.decoding.held_out import count_acceptance
 from launch.decoding.speculate import decode, speculate
 from launch.decoding.target_features import TargetFeatures
-from launch.operate.summary import read_series
+from launch.operate.report import read_series
 from services.drafter.folder.checkpoint import draft_identity, load_weights
 from services.drafter.folder.drafter_folder import load_drafter
 from services.drafter.model.acceptance import evaluate_batch

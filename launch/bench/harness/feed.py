@@ -12,6 +12,7 @@ import torch
 import zmq
 from numpy.typing import NDArray
 
+from common import wire
 from common.actor import messages
 from common.actor.messages import (
     ActorDied,
@@ -85,7 +86,7 @@ class Feed:
                 if socket.poll(_POLL_MS):
                     peer, data = socket.recv_multipart()
                     request = messages.decode_request(data)
-                    socket.send_multipart([peer, messages.encode(Reply(request.id, self._answer(request)))])
+                    socket.send_multipart([peer, wire.encode(Reply(request.id, self._answer(request)))])
 
     def _answer(self, request: Request) -> ReplyBody:
         """A request that was sent again gets the same answer again, for the slot may be in use by now."""
