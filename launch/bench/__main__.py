@@ -5,6 +5,7 @@ import pkgutil
 import sys
 
 from launch import bench
+from launch.arguments import run_command
 
 
 def main(arguments: list[str]) -> int:
@@ -14,8 +15,7 @@ def main(arguments: list[str]) -> int:
     if not arguments or arguments[0] not in names:
         print(f"usage: python -m launch.bench {{{','.join(names)}}} ...", file=sys.stderr)
         return 2
-    result = importlib.import_module(f"launch.bench.{arguments[0]}").main(arguments[1:])
-    return int(result or 0)
+    return run_command(importlib.import_module(f"launch.bench.{arguments[0]}").main, arguments[1:])
 
 
 if __name__ == "__main__":

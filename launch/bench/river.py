@@ -219,7 +219,7 @@ def main(arguments: list[str]) -> int:
         print(f"{' '.join(arguments)}: rows of the plan, batches of up to {workload.config.plan.max_tokens_per_batch} tokens")
         trial = Trial(Path(folder) / "run", workload.overrides, config=workload.path)
         with GpuMonitor() as gpus:
-            river = River(trial, gpus, TokenCounts(workload.config, trial.run_dir))
+            river = River(trial, gpus, TokenCounts(workload.config))
             try:
                 for what, value in measure(river, options):
                     print(f"{what:58} {value}", flush=True)

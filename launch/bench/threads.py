@@ -71,9 +71,9 @@ class ClosedError(Exception):
 class Pipeline:
     """Both threads and what is between them, while the `with` block runs."""
 
-    def __init__(self, config: Config, run_dir: Path) -> None:
+    def __init__(self, config: Config) -> None:
         self._config = config
-        self._plan, _ = read_run_data(config, run_dir).plan(config)
+        self._plan, _ = read_run_data(config.data).plan(config)
         self._dataset = Dataset.open(Path(config.data.path))
         self._queue: queue.Queue[Item] = queue.Queue(config.ring.num_slots)
         self._closing = threading.Event()
@@ -209,7 +209,7 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="headrace-threads-") as name, GpuMonitor() as gpus:
         folder = Path(name)
         config = Workload.make(options.shape, folder, ([target], [drafter]), options.samples, options.overrides).config
-        with Pipeline(config, folder) as pipeline:
+        with Pipeline(config) as pipeline:
             for what, value in measure(pipeline, options.seconds, gpus):
                 print(f"{what:58} {value}", flush=True)
     return 0

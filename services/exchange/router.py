@@ -125,7 +125,7 @@ class Router:
                 return self._release(slot, generation, owner, intact)
 
     def _check_sender(self, request: Request) -> None:
-        (role, index), name = request.sender.place, type(request.body).__name__
+        (role, index), name = request.sender.actor, type(request.body).__name__
         if role not in _SENDERS[type(request.body)]:
             raise ProtocolError(f"{name}: needed to come from {' or '.join(_SENDERS[type(request.body)])}, found {role!r}")
         if not 0 <= index < self._num_actors[role]:
@@ -158,8 +158,8 @@ class Router:
 
     def _is_of_a_former_life(self, sender: Incarnation) -> bool:
         """What a dead process had sent may be read after the report of its end, or after its successor's words."""
-        latest = max(self._current.get(sender.place, sender), sender, key=lambda life: (life.start_time, life.pid))
-        self._current[sender.place] = latest
+        latest = max(self._current.get(sender.actor, sender), sender, key=lambda life: (life.start_time, life.pid))
+        self._current[sender.actor] = latest
         return latest != sender or _owner(sender) in self._dead
 
     def _is_overtaken(self, sender: Incarnation, request_id: int) -> bool:

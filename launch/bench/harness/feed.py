@@ -12,6 +12,7 @@ import torch
 import zmq
 from numpy.typing import NDArray
 
+from common import wire
 from common.actor import messages
 from common.actor.messages import (
     ActorDied,
@@ -52,7 +53,7 @@ class Feed:
         self._bucket_lengths = config.plan.bucket_lengths
         self._layout = SlotLayout.of(config)
         self._dataset = Dataset.open(Path(config.data.path))
-        self._plan, self._plan_hash = read_run_data(config, stage.run_dir).plan(config)
+        self._plan, self._plan_hash = read_run_data(config.data).plan(config)
         self._ring = RingWriter(stage.fds.rings[0], self._layout, config.ring.num_slots)
         self._sums = self._fill()
         self._generation = 0
@@ -85,7 +86,7 @@ class Feed:
                 if socket.poll(_POLL_MS):
                     peer, data = socket.recv_multipart()
                     request = messages.decode_request(data)
-                    socket.send_multipart([peer, messages.encode(Reply(request.id, self._answer(request)))])
+                    socket.send_multipart([peer, wire.encode(Reply(request.id, self._answer(request)))])
 
     def _answer(self, request: Request) -> ReplyBody:
         """A request that was sent again gets the same answer again, for the slot may be in use by now."""

@@ -69,7 +69,7 @@ class Stage:
         Raises:
             RuntimeError: one ended before; the end of its log is in the message.
         """
-        while any(self.board.read(child.spec.place).phase != Phase.READY for child in children):
+        while any(self.board.read(child.spec.record).phase != Phase.READY for child in children):
             self.check()
             time.sleep(_TICK_S)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from common.config import Config, load
-from common.data.dataset import DatasetWriter
+from common.data.writer import DatasetWriter
 from launch.bench.plan import draw_lengths
 from services.exchange.samples import read_run_data
 
@@ -78,8 +78,8 @@ def write_rows(folder: Path, config: Config, num_samples: int) -> None:
 class TokenCounts:
     """Tokens of the batches of a run, from its plan."""
 
-    def __init__(self, config: Config, run_dir: Path) -> None:
-        data = read_run_data(config, run_dir)
+    def __init__(self, config: Config) -> None:
+        data = read_run_data(config.data)
         self._lengths = data.train.lengths
         self._plan, _ = data.plan(config)
         self._batches_per_step = config.plan.batches_per_step

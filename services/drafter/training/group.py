@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import FileStore
 from common.actor import faults
 from common.actor.lifecycle import Actor
 from common.device.copy_stream import mark_computation
+from common.run_dir import RENDEZVOUS
 
 _FORMING_TIMEOUT_S = 30
 _NEW_LIFE_TIMEOUT_S = 60
@@ -156,7 +157,7 @@ class Group:
 
     def _all_have_come(self) -> bool:
         """Wait until every rank has joined this group; return False if the group was replaced meanwhile."""
-        first = self._actor.args.place - self._rank
+        first = self._actor.args.record - self._rank
         while self._actor.board.group == self._life:
             if all(self._actor.board.read(first + rank).group == self._life for rank in range(self._size)):
                 return True
@@ -168,7 +169,7 @@ class Group:
         time.sleep(_POLL_S)
 
     def _form(self) -> None:
-        meeting = self._actor.run_dir / "rendezvous"
+        meeting = self._actor.run_dir / RENDEZVOUS
         meeting.mkdir(exist_ok=True)
         store = FileStore(str(meeting / f"group-{self._life}"), self._size)
         store.set_timeout(timedelta(seconds=_FORMING_TIMEOUT_S))

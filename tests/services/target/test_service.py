@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
+from common import wire
 from common.actor import messages
 from common.actor.board import Phase
 from common.actor.messages import (
@@ -66,7 +67,7 @@ class SlowExchange:
                 answer = self._answer(request.body, request.id)
                 self._seen.add(request.id)
                 if answer is not None:
-                    socket.send_multipart([peer, messages.encode(Reply(request.id, answer))])
+                    socket.send_multipart([peer, wire.encode(Reply(request.id, answer))])
             socket.close(linger=0)
 
     def _answer(self, body: RequestBody, request_id: int) -> ReplyBody | None:
@@ -110,8 +111,8 @@ def test_the_next_batch_is_computed_before_the_one_before_is_announced(stage: St
 def test_a_target_warms_up_after_it_was_welcomed_and_is_ready_then(stage: Stage, exchange: SlowExchange) -> None:
     [child] = stage.start("target")
     exchange.wait_for(Hello(messages.PROTOCOL_VERSION))
-    assert stage.board.read(child.spec.place).phase == Phase.STARTING
+    assert stage.board.read(child.spec.record).phase == Phase.STARTING
     exchange.may_welcome.set()
     exchange.wait_for(Work([]))
-    assert stage.board.read(child.spec.place).phase == Phase.READY
+    assert stage.board.read(child.spec.record).phase == Phase.READY
     assert "warmed up 1 shape" in child.log.read_text()
