@@ -126,5 +126,5 @@ def test_an_exchange_killed_between_two_stores_leaves_the_old_or_the_new_state(
     assert meaning(seen.read(1)) == meaning(new) != meaning(old)
 
 
-def test_every_edge_is_tried_above() -> None:
+def test_every_edge_is_in_the_list() -> None:
     assert {(state, edge) for edge, state, _ in EDGES} == set(TRANSITIONS)
