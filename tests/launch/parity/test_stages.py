@@ -17,7 +17,7 @@ from services.drafter.model import model as model_module
 from services.drafter.model import step as step_module
 from services.drafter.model.visibility import BlockAnchors, Ints, KeyRuns, key_runs
 from services.target import model as target_module
-from services.target.capture import Capture
+from services.target.model import Capture
 from tests.builders.parity_runs import make_run
 
 
