@@ -1,11 +1,10 @@
-"""A run directory with its shared memory and without a supervisor: what measurements start single actors on."""
+"""A run directory with its shared memory and without a supervisor, for measurements that start single actors."""
 
 import signal
 import tempfile
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import msgspec
 
@@ -22,12 +21,10 @@ from launch.operate.topology import SharedFds, plan_topology
 _TICK_S = 0.1
 
 
-class Stage:
+class Stage(AbstractContextManager["Stage"]):
     """The memory of one run, and those of its actors that were started here; gone at the end of the `with` block.
 
-    Args:
-        config: as loaded; its made-up data, if any, are written into the run directory.
-        name: of the run directory, below the folder for temporary files.
+    Synthetic data of the configuration are written into the run directory, a temporary one that has `name` in its own.
     """
 
     def __init__(self, config: Config, name: str) -> None:
@@ -43,10 +40,7 @@ class Stage:
         self.table = SlotTable(control, config.num_targets * config.ring.num_slots)
         self._children: list[Child] = []
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         for child in self._children:
             child.send(signal.SIGKILL)
         while any(child.alive for child in self._children):
@@ -64,17 +58,13 @@ class Stage:
         return started
 
     def await_ready(self, children: list[Child]) -> None:
-        """Return when they are all at work.
-
-        Raises:
-            RuntimeError: one ended before; the end of its log is in the message.
-        """
+        """Return when all of them are at work; RuntimeError if one ended before."""
         while any(self.board.read(child.spec.place).phase != Phase.READY for child in children):
             self.check()
             time.sleep(_TICK_S)
 
     def check(self) -> None:
-        """Raise RuntimeError where an actor ended that nobody stopped."""
+        """Raise RuntimeError, with the end of its log, for an actor that ended although nobody stopped it."""
         for child in self._children:
             if exit_ := child.take_exit():
                 tail = "\n".join(last_lines(child.log, 12))

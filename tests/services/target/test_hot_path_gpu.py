@@ -25,7 +25,7 @@ from common.ring.checksum import checksum
 from common.ring.layout import SlotLayout
 from common.ring.ring import RingWriter, WritableSlot
 from common.target_shape import read_target_shape
-from launch.bench.harness.drain import Drain
+from launch.bench.harness.peers import Drain
 from launch.bench.harness.stage import Stage
 from launch.bench.shapes import random_run
 from services.target.model import TargetModel
