@@ -3,6 +3,8 @@
 import importlib
 import sys
 
+from launch.arguments import run_command
+
 NAMES = ("chaos", "drafter", "faults", "plan", "river", "scaling", "shapes", "target", "threads", "transport")
 _MODULES = {"river": "whole_run"}
 
@@ -13,7 +15,7 @@ def main(arguments: list[str]) -> int:
         print(f"usage: python -m launch.bench {{{','.join(NAMES)}}} ...", file=sys.stderr)
         return 2
     name = _MODULES.get(arguments[0], arguments[0])
-    return int(importlib.import_module(f"launch.bench.{name}").main(arguments[1:]))
+    return run_command(importlib.import_module(f"launch.bench.{name}").main, arguments[1:])
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from common.device.copy_stream import CopyStream, mark_computation
 from common.ring.checksum import checksum
 from common.ring.layout import SlotLayout
 from common.ring.memory import attach, create
-from common.ring.pinned import register
+from common.ring.ring import page_lock
 from launch.bench.shapes import SHAPES, random_run
 from services.drafter.kernels.fp8_head import Fp8Head
 from services.drafter.model.anchors import Blocks, choose_blocks
@@ -195,7 +195,7 @@ def fetching(step: Step, batch: PackedBatch, accumulation: int) -> Callable[[], 
     """The same step while the next batch comes out of a slot: a copy and a checksum on a stream of their own."""
     layout = SlotLayout.of(step.config)
     slot = torch.frombuffer(memoryview(attach(create("bench", layout.ring_bytes(1)))), dtype=torch.uint8)
-    register(slot)
+    page_lock(slot)
     hidden = slot[: batch.hidden_states.nbytes].view(torch.bfloat16).view(batch.hidden_states.shape)
     hidden.copy_(batch.hidden_states)
     buffers, copies = [batch.hidden_states.clone() for _ in range(2)], CopyStream(DEVICE)

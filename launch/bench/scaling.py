@@ -77,7 +77,7 @@ def run(folder: Path, options: argparse.Namespace, devices: list[str], faults: d
     with Stage(make_workload(folder, options, devices).config, "scaling") as stage:
         (stage.run_dir / "faults.json").write_bytes(msgspec.json.encode(faults or {}))
         train(stage, lambda: bool(options.steps) and len(read_steps(stage.run_dir)) > options.steps)
-        steps, counts = read_steps(stage.run_dir), TokenCounts(stage.config, stage.run_dir)
+        steps, counts = read_steps(stage.run_dir), TokenCounts(stage.config)
         needed = FATAL_STEP if faults else FIRST_COUNTED
         if len(steps) <= needed:
             raise RuntimeError(f"--samples, --steps: needed a run of more than {needed} steps, found {len(steps)}")

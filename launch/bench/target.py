@@ -47,7 +47,7 @@ class Half:
     def __init__(self, stage: Stage, num_rows: int) -> None:
         self.config = stage.config
         self.device = torch.device(self.config.targets.devices[0])
-        place = next(spec.place for spec in stage.topology.actors if spec.role == "target")
+        place = next(spec.record for spec in stage.topology.actors if spec.role == "target")
         fds = {"board_fd": stage.fds.board, "ring_fd": stage.fds.rings[0]}
         self.actor = Actor("target", argparse.Namespace(run_dir=stage.run_dir, index=0, place=place, **fds))
         began = time.perf_counter()

@@ -71,9 +71,9 @@ class ClosedError(Exception):
 class Pipeline:
     """Both threads and the queue between them, until `close`."""
 
-    def __init__(self, config: Config, run_dir: Path) -> None:
+    def __init__(self, config: Config) -> None:
         self._config = config
-        self._plan, _ = read_run_data(config, run_dir).plan(config)
+        self._plan, _ = read_run_data(config.data).plan(config)
         self._dataset = Dataset.open(Path(config.data.path))
         self._queue: queue.Queue[Item] = queue.Queue(config.ring.num_slots)
         self._closing = threading.Event()
@@ -191,8 +191,7 @@ def main(arguments: list[str]) -> int:
     target, drafter = options.devices
     print(" ".join(arguments), flush=True)
     with tempfile.TemporaryDirectory(prefix="headrace-threads-") as name, GpuMonitor() as gpus:
-        folder = Path(name)
-        config = Workload.make(options.shape, folder, ([target], [drafter]), options.samples, options.overrides).config
-        with closing(Pipeline(config, folder)) as pipeline:
+        workload = Workload.make(options.shape, Path(name), ([target], [drafter]), options.samples, options.overrides)
+        with closing(Pipeline(workload.config)) as pipeline:
             table.print_rows(measure(pipeline, options.seconds, gpus))
     return 0

@@ -17,9 +17,9 @@ from typing import TypeVar
 import torch
 
 from common.device.copy_stream import CopyStream, mark_computation
-from common.ring import memory, pinned
+from common.ring import memory
 from common.ring.layout import SlotLayout
-from common.ring.ring import RingWriter
+from common.ring.ring import RingWriter, page_lock
 from launch.bench.shapes import SHAPES, random_run
 
 ON_GPU = torch.cuda.is_available()
@@ -40,7 +40,7 @@ def measure(layout: SlotLayout, num_slots: int) -> Rows:
     yield f"ring of {num_slots} slots, {num_bytes / GIB:.2f} GiB: allocate", per_gib(created_s, num_bytes)
     first, populated_s = timed(lambda: to_tensor(memory.attach(fd)))
     yield "  map and populate", per_gib(populated_s, num_bytes)
-    _, registered_s = timed(lambda: pinned.register(first))
+    _, registered_s = timed(lambda: page_lock(first))
     yield "  register the populated pages", per_gib(registered_s, num_bytes) if ON_GPU else "needs a GPU"
     unregistered, again_s = timed(lambda: to_tensor(memory.attach(fd)))
     yield "  map and populate once more, as a restarted process does", per_gib(again_s, num_bytes)

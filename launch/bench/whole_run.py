@@ -208,7 +208,7 @@ def main(arguments: list[str]) -> int:
         print(f"{' '.join(arguments)}: rows of the plan, batches of up to {workload.config.plan.max_tokens_per_batch} tokens")
         trial = Trial(Path(folder) / "run", workload.overrides, config=workload.path)
         with GpuMonitor() as gpus:
-            run = LoadedRun(Observation(trial), gpus, TokenCounts(workload.config, trial.run_dir))
+            run = LoadedRun(Observation(trial), gpus, TokenCounts(workload.config))
             try:
                 print_rows(measure(run, options))
             finally:

@@ -14,7 +14,7 @@ from common.actor.messages import Refused, Reply
 from common.config import Config
 from common.errors import ProtocolError, RunDirectoryBusyError
 from common.ring.slot_table import SlotTable
-from common.run_dir import exchange_address
+from common.run_dir import EXCHANGE_LOCK, exchange_address
 from services.exchange.leases import Leases
 from services.exchange.router import Outgoing, Router
 from services.exchange.samples import read_run_data
@@ -31,7 +31,7 @@ class ExchangeService:
         self._actor = actor
         self._lock = _lock(actor.run_dir)
         self._table = SlotTable(actor.args.control_fd, config.num_targets * config.ring.num_slots)
-        self._router = _make_router(config, actor.run_dir, Leases(self._table, config.num_targets))
+        self._router = _make_router(config, Leases(self._table, config.num_targets))
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -78,7 +78,7 @@ def _refuse(address: bytes, data: bytes, reason: str) -> list[Outgoing]:
 
 def _lock(run_dir: Path) -> int:
     """A second bind on a live ipc path would succeed and steal it: the lock forbids a second exchange."""
-    fd = os.open(run_dir / "exchange.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fd = os.open(run_dir / EXCHANGE_LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -86,8 +86,8 @@ def _lock(run_dir: Path) -> int:
     return fd
 
 
-def _make_router(config: Config, run_dir: Path, leases: Leases) -> Router:
-    plan, name = read_run_data(config, run_dir).plan(config)
+def _make_router(config: Config, leases: Leases) -> Router:
+    plan, name = read_run_data(config.data).plan(config)
     return Router(plan, name, leases, config.num_drafters)
 
 

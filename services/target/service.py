@@ -36,7 +36,7 @@ class TargetService:
         torch.set_num_threads(config.targets.num_threads)
         self._actor = actor
         self._device = take_device(config.targets.devices[actor.index], "targets.devices")
-        train = Dataset.open(Path(config.data.path), damaged=config.data.skip_damaged)
+        train = Dataset.open(Path(config.data.path))
         self._datasets: dict[BatchKind, Dataset | HeldOut] = {"train": train, "eval": HeldOut.open(config.data)}
         began = time.monotonic()
         self.model = TargetModel.load(config, self._device)

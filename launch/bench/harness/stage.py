@@ -59,7 +59,7 @@ class Stage(AbstractContextManager["Stage"]):
 
     def await_ready(self, children: list[Child]) -> None:
         """Return when all of them are at work; RuntimeError if one ended before."""
-        while any(self.board.read(child.spec.place).phase != Phase.READY for child in children):
+        while any(self.board.read(child.spec.record).phase != Phase.READY for child in children):
             self.check()
             time.sleep(_TICK_S)
 

@@ -15,7 +15,7 @@ from common.actor.faults import Fault
 from common.config import read
 from common.metrics import read_metrics
 from common.run_dir import actor_name, log_path
-from launch.operate.summary import read_series
+from launch.operate.report import read_series
 
 CONFIG = Path(__file__).parents[2] / "configs" / "tiny.toml"
 STALL_TIMEOUT_S = 3

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from common.config import Config, load
-from common.data.dataset import DatasetWriter
+from common.data.writer import DatasetWriter
 from launch.bench.plan import draw_lengths
 from launch.bench.shapes import SHAPES as GPU_SHAPES
 from launch.bench.shapes import config_path, random_target
@@ -73,8 +73,8 @@ def _write_rows(folder: Path, config: Config, num_samples: int) -> None:
 class TokenCounts:
     """Tokens of the batches of a run, from its plan."""
 
-    def __init__(self, config: Config, run_dir: Path) -> None:
-        data = read_run_data(config, run_dir)
+    def __init__(self, config: Config) -> None:
+        data = read_run_data(config.data)
         self._lengths = data.train.lengths
         self._plan, _ = data.plan(config)
         self._batches_per_step = config.plan.batches_per_step

@@ -19,6 +19,7 @@ from common.acceptance import Evaluation, find_best
 from common.actor import faults
 from common.config import Config, LayerType
 from common.errors import CheckpointError, DamagedCheckpointError
+from common.run_dir import CHECKPOINTS
 from common.sealed_record import is_intact, seal
 from services.drafter.folder.durable_folder import durable_folder, remove_folder, remove_leftovers, replace_file
 
@@ -76,7 +77,7 @@ def draft_identity(config: Config) -> DraftIdentity:
 
 def checkpoint_folder(run_dir: Path, step: int) -> Path:
     """Return the folder of the checkpoint of an optimizer step."""
-    return run_dir / "checkpoints" / f"step-{step:08d}"
+    return run_dir / CHECKPOINTS / f"step-{step:08d}"
 
 
 def save(run_dir: Path, checkpoint: Checkpoint, weights: Mapping[str, Tensor], optimizer: Mapping[str, Any], keep: int) -> Path:
@@ -122,7 +123,7 @@ def save(run_dir: Path, checkpoint: Checkpoint, weights: Mapping[str, Tensor], o
 
 def clean(run_dir: Path) -> None:
     """Remove what killed saves left behind; called at the start of a run."""
-    remove_leftovers(run_dir / "checkpoints")
+    remove_leftovers(run_dir / CHECKPOINTS)
 
 
 def latest(run_dir: Path) -> Path | None:
@@ -166,7 +167,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 def find_all(run_dir: Path) -> list[Path]:
     """Return the checkpoints, oldest first; a folder gets such a name only when all of it is on disk."""
-    folders = (run_dir / "checkpoints").glob("step-*")
+    folders = (run_dir / CHECKPOINTS).glob("step-*")
     return sorted(folder for folder in folders if re.fullmatch(r"step-\d{8,}", folder.name))
 
 

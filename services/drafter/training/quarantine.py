@@ -12,7 +12,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from common.json_file import write_json
+from common.run_dir import QUARANTINE, write_json
 from services.drafter.kernels.fused import fused
 from services.drafter.model.step_sums import StepSums
 
@@ -75,7 +75,7 @@ def _inspect(hidden_states: Tensor) -> Tensor:
 
 def quarantine(run_dir: Path, step: QuarantinedStep) -> None:
     """Write the record of a step; a disk error is logged and ends nothing."""
-    folder = run_dir / "quarantine"
+    folder = run_dir / QUARANTINE
     path = folder / f"step-{step.step:08}-rank{step.rank}.json"
     try:
         folder.mkdir(exist_ok=True)

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from common.metrics import read_metrics
 from launch.bench import chaos
 from launch.bench.faults import OVERRIDES, SCENARIOS, THREE_DRAFTERS
 from launch.bench.harness.trial import Outcome, Trial
+from tests.builders.launched_runs import CONFIG, ROOT
 
 ONE_TARGET = ["plan.epochs=8", 'targets.devices=["cpu"]']  # nobody else does its work while it is dead
 
@@ -104,6 +107,13 @@ def wait_until_a_filled_slot_waits(run_dir: Path) -> None:
         counts.append(len(list(read_metrics(run_dir, "target-0"))))
 
 
+def start_unfenced(trial: Trial) -> "subprocess.Popen[bytes]":
+    """Start a trial under tests/builders/unfenced_start.py."""
+    line = [sys.executable, "-m", "tests.builders.unfenced_start", str(CONFIG), "--run-dir", str(trial.run_dir)]
+    with (trial.run_dir / "output").open("ab") as output:
+        return subprocess.Popen([*line, "--set", *trial._overrides], stdout=output, stderr=output, cwd=ROOT)
+
+
 @pytest.mark.parametrize("fencing", [True, False])
 def test_only_fencing_keeps_a_hung_target_from_damaging_slots(fencing: bool, undisturbed: Outcome, tmp_path: Path) -> None:
     """A target stops in mid-copy and is taken for dead; without the kill that should follow, it wakes up and writes on
@@ -111,10 +121,9 @@ def test_only_fencing_keeps_a_hung_target_from_damaging_slots(fencing: bool, und
     faults = {
         "target-0": [Fault("target.mid_copy", 3, "stop")],
         "drafter-0": [Fault("drafter.before_step", 1, "sleep", sleep_s=0.25)],  # so that filled slots wait
-        "supervisor": [] if fencing else [Fault("supervisor.no_fencing", 1, "switch")],
     }
     trial = Trial(tmp_path / "run", [*ONE_TARGET, "ring.num_slots=1"], faults)
-    process = trial.start()
+    process = trial.start() if fencing else start_unfenced(trial)
     while not list(trial.run_dir.glob("fault-target-0-*.happened")):
         time.sleep(0.05)
     stopped = trial.pid("target-0")

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.data.dataset import Dataset, DatasetWriter
+from common.data.dataset import Dataset
+from common.data.writer import DatasetWriter
 from services.target.rows import read_rows
 
 LENGTHS = [5, 2, 7]

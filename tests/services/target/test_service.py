@@ -110,8 +110,8 @@ def test_the_next_batch_is_computed_before_the_one_before_is_announced(stage: St
 def test_a_target_warms_up_after_it_was_welcomed_and_is_ready_then(stage: Stage, exchange: SlowExchange) -> None:
     [child] = stage.start("target")
     exchange.wait_for(Hello(messages.PROTOCOL_VERSION))
-    assert stage.board.read(child.spec.place).phase == Phase.STARTING
+    assert stage.board.read(child.spec.record).phase == Phase.STARTING
     exchange.may_welcome.set()
     exchange.wait_for(Work([]))
-    assert stage.board.read(child.spec.place).phase == Phase.READY
+    assert stage.board.read(child.spec.record).phase == Phase.READY
     assert "warmed up 1 shape" in child.log.read_text()

@@ -34,7 +34,7 @@ def test_settings_that_are_given_win(workload: Workload) -> None:
 
 
 def test_tokens_are_counted_by_the_plan(workload: Workload, tmp_path: Path) -> None:
-    config, counts = workload.config, TokenCounts(workload.config, tmp_path)
+    config, counts = workload.config, TokenCounts(workload.config)
     dataset = Dataset.open(Path(config.data.path))
     assert counts.of_steps(3, 5) == sum(counts.of_batch(batch) for batch in range(8, 20))
     num_steps = -(-sum(1 for _ in counts_of_an_epoch(counts, int(dataset.lengths.sum()))) // config.plan.batches_per_step)
