@@ -29,10 +29,11 @@ from common.ring.ring import page_lock
 from launch.bench.shapes import SHAPES, random_run
 from services.drafter.kernels.fp8_head import Fp8Head
 from services.drafter.model.anchors import Blocks, choose_blocks
+from services.drafter.model.batch import PackedBatch
 from services.drafter.model.flops import batch_flops
 from services.drafter.model.loss import loss_head
 from services.drafter.model.model import DraftModel
-from services.drafter.model.step import PackedBatch, block_loss
+from services.drafter.model.step import block_loss
 from services.drafter.model.step_sums import StepSums
 from services.drafter.training.optimizer import MasterAdamW
 
@@ -79,7 +80,7 @@ class Step:
 
     def blocks(self, batch: PackedBatch) -> Blocks:
         """The anchors of the next visit."""
-        return choose_blocks(batch.input_ids, batch.loss_mask, batch.cu_seqlens, batch.sample_ids, self.num_done, self.config)
+        return choose_blocks(batch, self.num_done, self.config)
 
     def forward(self, batch: PackedBatch) -> StepSums:
         """The sums of one batch."""
@@ -163,7 +164,7 @@ def packed_against_single(step: Step, num_tokens: int) -> tuple[float, float]:
     for parts in ([batch], [alone(batch, document) for document in range(len(MIXED_LENGTHS))]):
         sums = StepSums(torch.zeros(StepSums.size(step.config.draft.block_size), device=DEVICE))
         for part in parts:
-            blocks = choose_blocks(part.input_ids, part.loss_mask, part.cu_seqlens, part.sample_ids, 0, config)
+            blocks = choose_blocks(part, 0, config)
             result = block_loss(step.model, *step.frozen, part, blocks, config)
             torch.autograd.backward(result.loss)
             sums.values.add_(result.values.detach())

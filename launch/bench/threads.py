@@ -33,9 +33,10 @@ from launch.bench.harness import table
 from launch.bench.harness.gpu_monitor import GpuMonitor
 from launch.bench.harness.workload import SHAPES, Workload
 from services.drafter.model.anchors import choose_blocks
+from services.drafter.model.batch import PackedBatch
 from services.drafter.model.frozen import load_embedding_and_head
 from services.drafter.model.model import DraftModel
-from services.drafter.model.step import PackedBatch, block_loss
+from services.drafter.model.step import block_loss
 from services.drafter.training.optimizer import MasterAdamW
 from services.exchange.samples import read_run_data
 from services.target.model import TargetModel
@@ -124,8 +125,7 @@ class Pipeline:
             item = self._retry(partial(self._queue.get, timeout=WAIT_S))
             watch = Stopwatch(device)
             packed = to_batch(*item, device)
-            metadata = packed.input_ids, packed.loss_mask, packed.cu_seqlens, packed.sample_ids
-            sums = block_loss(model, *frozen, packed, choose_blocks(*metadata, 0, config), config)
+            sums = block_loss(model, *frozen, packed, choose_blocks(packed, 0, config), config)
             optimizer.gradients.accumulate(sums)
             step, index = divmod(batch, config.accumulation)
             if index == config.accumulation - 1:

@@ -13,9 +13,8 @@ from common.acceptance import Evaluation, SetAcceptance
 from common.config import Config
 from common.data.held_out import HeldOut
 from services.drafter.model.acceptance import evaluate_batch, summarise, with_features_of_another_document
-from services.drafter.model.anchors import Ints
+from services.drafter.model.batch import Ints, PackedBatch
 from services.drafter.model.model import DraftModel
-from services.drafter.model.step import PackedBatch
 
 
 class Evaluator:
