@@ -92,7 +92,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessRun]:
         ([messages.encode({"id": 5, "sender": 1})], "undecodable"),
         ([messages.encode({"id": 5, "sender": ["target", 0, 1, 1], "body": {"type": "Dance"}})], "undecodable"),
         ([messages.encode(Request(5, WHO, Hello(99)))], "needed protocol version 1, found 99"),
-        ([messages.encode(Request(5, Incarnation("target", 9, 1, 1), Hello(1)))], "needed a target below 2, found 9"),
+        ([messages.encode(Request(5, Incarnation("target", 9, 1, 1), Hello(1)))], "needed a target from 0 to 1, found 9"),
         ([messages.encode(Request(5, Incarnation("cook", 0, 1, 1), Hello(1)))], "needed to come from target or drafter"),
     ],
 )

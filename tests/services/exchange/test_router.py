@@ -205,9 +205,9 @@ def test_the_sequence_has_an_end(run: Run) -> None:
     ("sender", "body", "message"),
     [
         (TARGET, Hello(PROTOCOL_VERSION + 1), "protocol version 1, found 2"),
-        (life("target", 7), Work([]), "Work: needed a target below 1, found 7"),
-        (life("target", -1), Hello(PROTOCOL_VERSION), "Hello: needed a target below 1, found -1"),
-        (life("drafter", 1), Hello(PROTOCOL_VERSION), "Hello: needed a drafter below 1, found 1"),
+        (life("target", 7), Work([]), "Work: needed a target from 0 to 0, found 7"),
+        (life("target", -1), Hello(PROTOCOL_VERSION), "Hello: needed a target from 0 to 0, found -1"),
+        (life("drafter", 1), Hello(PROTOCOL_VERSION), "Hello: needed a drafter from 0 to 0, found 1"),
         (TARGET, Next(0), "Next: needed to come from drafter, found 'target'"),
         (DRAFTER, Work([]), "Work: needed to come from target, found 'drafter'"),
         (DRAFTER, ActorDied(1, 1), "ActorDied: needed to come from supervisor, found 'drafter'"),

@@ -74,7 +74,7 @@ class World:
 
     def kill_target(self, index: int) -> None:
         dead = self.targets[index].who
-        self.bury(dead)
+        self.report_dead(dead)
         self.lives += 1
         self.targets[index] = SimulatedTarget(life("target", index, self.lives), self.plan, self.memory)
 
@@ -84,10 +84,10 @@ class World:
         group = self.rng.randint(0, min(drafter.batch for drafter in self.drafters) // size)
         self.lives += 1
         for rank, drafter in enumerate(self.drafters):
-            self.bury(drafter.who)
+            self.report_dead(drafter.who)
             self.drafters[rank] = self.new_drafter(rank, self.lives, group * size)
 
-    def bury(self, dead: Incarnation) -> None:
+    def report_dead(self, dead: Incarnation) -> None:
         self.memory.bury(dead)
         self.supervisor.ask(ActorDied(dead.pid, dead.start_time))
 
