@@ -47,9 +47,9 @@ class Half:
     def __init__(self, stage: Stage, num_rows: int) -> None:
         self.config = stage.config
         self.device = torch.device(self.config.targets.devices[0])
-        place = next(spec.record for spec in stage.topology.actors if spec.role == "target")
+        record = next(spec.record for spec in stage.topology.actors if spec.role == "target")
         fds = {"board_fd": stage.fds.board, "ring_fd": stage.fds.rings[0]}
-        self.actor = Actor("target", argparse.Namespace(run_dir=stage.run_dir, index=0, place=place, **fds))
+        self.actor = Actor("target", argparse.Namespace(run_dir=stage.run_dir, index=0, place=record, **fds))
         began = time.perf_counter()
         self.service = TargetService(self.actor)
         synchronize(self.device)
@@ -134,7 +134,11 @@ def measure(stage: Stage, options: argparse.Namespace) -> Rows:
 def measure_published(half: Half, options: argparse.Namespace) -> Generator[tuple[str, str], None, float]:
     """Yield the speed of the service beside the bare forward, in turns; return the tokens per second of the service."""
     lines: list[dict[str, Any]] = []
-    host_s, first_host_s, periods_s, bare_s, ratios = [], [], [], [], []
+    host_s: list[float] = []
+    first_host_s: list[float] = []
+    periods_s: list[float] = []
+    bare_s: list[float] = []
+    ratios: list[float] = []
     for _ in range(options.repetitions):
         found, called_s = half.publish(options.steps)
         published = [line["idle_s"] + sum(line[name] for name in _DEVICE_WORK) for line in found]

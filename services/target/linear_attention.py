@@ -60,7 +60,7 @@ def causal_convolution(
     activation: str | None = None,
     **_: object,
 ) -> torch.Tensor:
-    """[B, C, S] and [C, W] -> [B, C, S], as transformers' function of that name; the bytes lie as [B, S, C] in both."""
+    """Replace transformers' function of that name: [B, C, S] and [C, W] -> [B, C, S]; in both the bytes lie as [B, S, C]."""
     from fla.modules.causal_conv1d import causal_conv1d  # type: ignore[import-not-found]  # GPU machines only
 
     convolved: torch.Tensor
@@ -102,7 +102,7 @@ def _choose_by_device(module: ModuleType, name: str, on_gpu: Callable[..., Any])
 def _convolve(
     module_name: str, hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
 ) -> torch.Tensor:
-    """[B, C, S] and [C, W] -> [B, S, C], contiguous, by the function chosen in the module `module_name`."""
+    """Convolve [B, C, S] with [C, W] to [B, S, C], contiguous, by the function that is chosen in the module."""
     chosen = getattr(sys.modules[module_name], _CONVOLUTION)
     convolved: torch.Tensor = chosen(hidden_states, weight, bias, activation=activation)
     return convolved.transpose(1, 2).contiguous()
@@ -112,7 +112,7 @@ def _convolve(
 def _apply_delta_rule(
     module_name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
 ) -> torch.Tensor:
-    """[B, S, N, D] each, decay and step size [B, S, N] -> [B, S, N, D] of the values, contiguous."""
+    """Map [B, S, N, D] each, decay and step size [B, S, N], to [B, S, N, D] of the values, contiguous."""
     chosen = getattr(sys.modules[module_name], _DELTA_RULE)
     output: torch.Tensor
     output, _ = chosen(query, key, value, g=g, beta=beta)
@@ -165,7 +165,7 @@ def _delta_rule_in_graph(
 
 
 def _normalise(heads: torch.Tensor) -> torch.Tensor:
-    """Each head of [B, S, N, D] at length one, as the kernels of flash-linear-attention make it: in float32, then rounded."""
+    """Scale each head of [B, S, N, D] to length one as flash-linear-attention does: in float32, then rounded."""
     exact = heads.float()
     return (exact * torch.rsqrt(exact.square().sum(-1, keepdim=True) + _NORM_EPS)).to(heads.dtype)
 

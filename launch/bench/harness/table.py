@@ -1,15 +1,16 @@
 """The command line and the table that the measurements share."""
 
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
+
+from launch import arguments
 
 Rows = Iterator[tuple[str, str]]  # name and value, as they are measured
 
 
 def make_parser(name: str, description: str | None, shapes: Sequence[str], default: str) -> ArgumentParser:
     """Make the parser of `python -m launch.bench NAME`, with --shape and --set."""
-    prog = f"python -m launch.bench {name}"
-    parser = ArgumentParser(prog=prog, description=description, formatter_class=RawDescriptionHelpFormatter)
+    parser = arguments.make_parser(f"bench {name}", description)
     parser.add_argument("--shape", choices=shapes, default=default)
     parser.add_argument("--set", dest="overrides", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
     return parser

@@ -1,4 +1,4 @@
-"""The measurement of the target's half, on a CPU and the tiny shape: what it compares is comparable."""
+"""The measurement of the target's half, on a CPU and the tiny shape."""
 
 import re
 import time

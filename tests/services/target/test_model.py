@@ -72,9 +72,9 @@ def test_padded_rows_equal_each_document_alone(whole: tuple[PreTrainedModel, Pat
     for row, length in zip(input_ids, lengths, strict=True):
         row[:length] = make_ids(length)
     together = model.forward(input_ids)
-    for place, length in enumerate(lengths):
-        for tap, alone in zip(together, model.forward(input_ids[place : place + 1, :length]), strict=True):
-            torch.testing.assert_close(tap[place, :length], alone[0], rtol=1e-5, atol=1e-6)
+    for index, length in enumerate(lengths):
+        for tap, alone in zip(together, model.forward(input_ids[index : index + 1, :length]), strict=True):
+            torch.testing.assert_close(tap[index, :length], alone[0], rtol=1e-5, atol=1e-6)
 
 
 def test_what_comes_after_the_last_tap_is_never_read(whole: tuple[PreTrainedModel, Path], tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_the_tiny_target_of_the_repository_loads() -> None:
 
 
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What is called in the block, by the name of the operation."""
+    """Records the operations that are called in the block, by name."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -176,7 +176,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def attention_calls(operations: Operations) -> set[tuple[Any, ...]]:
-    """Mask, dropout and causality of every call."""
+    """Return mask, dropout and causality of every call."""
     return {tuple(arguments[3:6]) for arguments in operations.called["scaled_dot_product_attention"]}
 
 

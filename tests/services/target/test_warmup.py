@@ -66,7 +66,7 @@ def test_a_run_without_batches_warms_nothing_up(warm_up: tuple[TargetModel, Warm
     assert len(warm_up[1].run([], lambda: None)) == NUM_STAGINGS
 
 
-def test_it_can_be_told_to_stop(warm_up: tuple[TargetModel, WarmUp]) -> None:
+def test_a_warm_up_can_be_stopped(warm_up: tuple[TargetModel, WarmUp]) -> None:
     def stop() -> None:
         raise StoppedError
 
