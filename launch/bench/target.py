@@ -133,34 +133,28 @@ def measure(stage: Stage, options: argparse.Namespace) -> Rows:
 
 def measure_published(half: Half, options: argparse.Namespace) -> Generator[tuple[str, str], None, float]:
     """Yield the speed of the service beside the bare forward, in turns; return the tokens per second of the service."""
-    lines: list[dict[str, Any]] = []
-    host_s: list[float] = []
-    first_host_s: list[float] = []
-    periods_s: list[float] = []
-    bare_s: list[float] = []
-    ratios: list[float] = []
-    for _ in range(options.repetitions):
-        found, called_s = half.publish(options.steps)
-        published = [line["idle_s"] + sum(line[name] for name in _DEVICE_WORK) for line in found]
-        bare = measure_periods_s(half.compute, options.steps, half.device)
-        ratios.append(statistics.median(bare) / statistics.median(published))
-        lines, periods_s, bare_s = lines + found, periods_s + published, bare_s + bare
-        first_host_s.append(called_s[0])
-        host_s += called_s[1:]
-    num_tokens, forward_s = options.rows * options.length, statistics.median(bare_s)
-    rate, bare_rate = num_tokens / statistics.median(periods_s), num_tokens / forward_s
+    device, num_tokens = half.device, options.rows * options.length
+    runs = [
+        (*half.publish(options.steps), measure_periods_s(half.compute, options.steps, device))
+        for _ in range(options.repetitions)
+    ]
+    lines = [line for found, _, _ in runs for line in found]
+    periods_s = [[float(line["idle_s"]) + sum(line[name] for name in _DEVICE_WORK) for line in found] for found, _, _ in runs]
+    ratios = [statistics.median(bare) / statistics.median(one) for (_, _, bare), one in zip(runs, periods_s, strict=True)]
+    forward_s = statistics.median(s for _, _, bare in runs for s in bare)
+    rate, bare_rate = num_tokens / statistics.median(itertools.chain(*periods_s)), num_tokens / forward_s
     yield "tokens/s, published", f"{rate:.0f}"
     yield "tokens/s, the same forward alone", f"{bare_rate:.0f}"
     yield "published over alone (wanted 0.98)", f"{rate / bare_rate:.4f} ({', '.join(f'{ratio:.4f}' for ratio in ratios)})"
     idle_s = statistics.median(line["idle_s"] for line in lines)
     yield "device waits for the launching thread, of a forward (1 %)", f"{idle_s / forward_s:.2%}"
-    launch_s = statistics.median(first_host_s)
+    launch_s = statistics.median(calls[0] for _, calls, _ in runs)
     yield "launching a batch on an idle device", f"{launch_s * 1e3:.1f} ms, {launch_s / forward_s:.1%} of a forward"
-    ahead_s = max(0.0, statistics.median(host_s) - launch_s)
+    ahead_s = max(0.0, statistics.median(s for _, calls, _ in runs for s in calls[1:]) - launch_s)
     yield "launching thread held back while the device works", f"{ahead_s * 1e3:.1f} ms a batch (as far ahead as it may be)"
     parts = [statistics.median(line[name] for line in lines) * 1e3 for name in ("pack_s", "copy_s", "publish_s")]
     yield "of a batch: pack, copy to the slot, announce", f"{', '.join(f'{part:.2f}' for part in parts)} ms"
-    if half.device.type == "cuda":
+    if device.type == "cuda":
         yield "peak memory", f"{torch.cuda.max_memory_allocated() / GIB:.2f} GiB"
         flops = ForwardFlops(half.service.model.decoder).of(np.full(options.rows, options.length))
         product_rate = gemm_rate(half.config, num_tokens)

@@ -7,12 +7,13 @@ The same models, batches, anchors and optimizer as `launch.bench river`, correct
 tensors in the queue as a ring has slots. There are no checksums, and nothing survives the death of the process.
 """
 
+import itertools
 import queue
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from functools import partial
@@ -80,8 +81,11 @@ class Pipeline:
         self._closing = threading.Event()
         self.done: dict[str, list[Done]] = {"target": [], "drafter": []}
         self._threads = ThreadPoolExecutor(2, "pipeline")
-        devices = torch.device(config.targets.devices[0]), torch.device(config.drafters.devices[0])
-        self._futures = [self._threads.submit(self._produce, devices[0]), self._threads.submit(self._consume, devices[1])]
+        target, drafter = torch.device(config.targets.devices[0]), torch.device(config.drafters.devices[0])
+        self._futures = [
+            self._threads.submit(self._drive, "target", target, self._produce(target)),
+            self._threads.submit(self._drive, "drafter", drafter, self._consume(drafter)),
+        ]
 
     def close(self) -> None:
         self._closing.set()
@@ -94,12 +98,20 @@ class Pipeline:
             if future.done():
                 future.result()
 
-    def _produce(self, device: torch.device) -> None:
+    def _drive(self, role: str, device: torch.device, flights: Iterator[Flight]) -> None:
+        """Finish each batch after the next one was launched."""
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # of this thread
+        for flight, _ in itertools.pairwise(flights):
+            flight.end.wait()
+            self.done[role].append(Done(time.monotonic(), len(flight.item[1].input_ids), flight.watch.laps_s()["busy_s"]))
+            if role == "target":
+                self._retry(partial(self._queue.put, flight.item, timeout=WAIT_S))
+
+    def _produce(self, device: torch.device) -> Iterator[Flight]:
         config, plan = self._config, self._plan
-        _use(device)
         model = TargetModel.load(config, device)
         WarmUp(model, SlotLayout.of(config), config.plan, device).run(plan.shapes, lambda: None)
-        earlier: Flight | None = None
         for batch in range(plan.num_batches):
             rows = read_rows(self._dataset, plan.sample_ids(batch), config.plan.bucket_lengths)
             watch = Stopwatch(device)
@@ -109,18 +121,12 @@ class Pipeline:
             hidden = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=device.type == "cuda")
             hidden.copy_(packed, non_blocking=True)
             watch.lap("busy_s")
-            flight = Flight((hidden, rows.packed), watch, mark_computation(device))
-            if earlier is not None:
-                self._finish("target", earlier)
-                self._retry(partial(self._queue.put, earlier.item, timeout=WAIT_S))
-            earlier = flight
+            yield Flight((hidden, rows.packed), watch, mark_computation(device))
 
-    def _consume(self, device: torch.device) -> None:
+    def _consume(self, device: torch.device) -> Iterator[Flight]:
         config = self._config
-        _use(device)
         frozen, model = load_embedding_and_head(config, device), DraftModel(config, device)
         optimizer = MasterAdamW(model, config.train, self._plan.num_steps, config.draft.block_size)
-        earlier: Flight | None = None
         for batch in range(self._plan.num_batches):
             item = self._retry(partial(self._queue.get, timeout=WAIT_S))
             watch = Stopwatch(device)
@@ -132,25 +138,13 @@ class Pipeline:
                 optimizer.gradients.reduce(lambda bucket: None)
                 optimizer.step(step)
             watch.lap("busy_s")
-            flight = Flight(item, watch, mark_computation(device))
-            if earlier is not None:
-                self._finish("drafter", earlier)
-            earlier = flight
-
-    def _finish(self, role: str, flight: Flight) -> None:
-        flight.end.wait()
-        self.done[role].append(Done(time.monotonic(), len(flight.item[1].input_ids), flight.watch.laps_s()["busy_s"]))
+            yield Flight(item, watch, mark_computation(device))
 
     def _retry(self, action: Callable[[], T]) -> T:
         while not self._closing.is_set():
             with suppress(queue.Full, queue.Empty):
                 return action()
         raise ClosedError
-
-
-def _use(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # of this thread
 
 
 def to_batch(hidden: torch.Tensor, rows: Rows, device: torch.device) -> PackedBatch:

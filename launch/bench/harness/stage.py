@@ -11,12 +11,10 @@ import msgspec
 from common import config as configuration
 from common.actor.board import Board, Phase
 from common.config import Config
-from common.ring import memory
-from common.ring.slot_table import SlotTable
 from launch.data.synthetic import write_synthetic
 from launch.operate.child import Child, wait_for_exit
 from launch.operate.log_file import last_lines
-from launch.operate.topology import SharedFds, plan_topology
+from launch.operate.topology import create_memory, plan_topology
 
 _TICK_S = 0.1
 
@@ -30,14 +28,11 @@ class Stage(AbstractContextManager["Stage"]):
     def __init__(self, config: Config, name: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix=f"headrace-{name}-")
         self.run_dir = Path(self._folder.name)
-        self.config = self._with_data(config)
+        self.config = config if config.data.synthetic is None else self._with_data(config)
         configuration.write(self.config, self.run_dir)
         self.topology = plan_topology(config)
-        rings = [memory.create(f"headrace-ring-{index}", self.topology.ring_bytes) for index in range(self.topology.num_rings)]
-        control = memory.create("headrace-control", self.topology.table_bytes)
-        self.fds = SharedFds(rings, control, memory.create("headrace-board", self.topology.board_bytes))
+        self.fds = create_memory(self.topology)
         self.board = Board(self.fds.board, len(self.topology.actors))
-        self.table = SlotTable(control, config.num_targets * config.ring.num_slots)
         self._children: list[Child] = []
 
     def __exit__(self, *_: object) -> None:
@@ -71,8 +66,6 @@ class Stage(AbstractContextManager["Stage"]):
                 raise RuntimeError(f"{child.spec.name} ended with {exit_}:\n{tail}")
 
     def _with_data(self, config: Config) -> Config:
-        if config.data.synthetic is None:
-            return config
         write_synthetic(config, self.run_dir / "data")
         paths = {"path": str(self.run_dir / "data" / "train"), "eval_path": ""}
         return msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, **paths))
