@@ -13,9 +13,9 @@ from common.data.held_out import HeldOut
 from common.errors import DataError
 from launch.decoding.target_features import TargetFeatures
 from services.drafter.model.acceptance import AcceptanceCount
+from services.drafter.model.batch import PackedBatch
 from services.drafter.model.frozen import load_embedding_and_head
 from services.drafter.model.model import DraftModel
-from services.drafter.model.step import PackedBatch
 from services.exchange.samples import read_run_data
 from services.target.rows import read_rows
 

@@ -1,4 +1,4 @@
-"""What a plan is made of: the lengths of the samples, and a name for what is in them."""
+"""The input of a plan: the lengths of the samples, and a fingerprint of their contents."""
 
 import hashlib
 from pathlib import Path
@@ -21,19 +21,19 @@ class Samples(NamedTuple):
 
 
 class RunData(NamedTuple):
-    """What is trained on, and all evaluation sets as one (see common/data/held_out.py); empty where nothing is held out."""
+    """The training set, and all evaluation sets as one (see common/data/held_out.py); empty if nothing is held out."""
 
     train: Samples
     held_out: Samples
 
     def plan(self, config: Config) -> tuple[Plan, bytes]:
-        """The sequence of the run, and the hash that names it."""
+        """Return the sequence of the run, and the hash that names it."""
         plan = Plan(config, self.train.lengths, self.held_out.lengths)
         return plan, plan_hash(config, self.train.fingerprint, self.held_out.fingerprint)
 
 
 def read_run_data(data: DataConfig) -> RunData:
-    """Read the lengths of all data sets of a run; DataError where one is missing or damaged."""
+    """Read the lengths of all data sets of a run; DataError if one is missing or damaged."""
     return RunData(_read(data.path), _join([_read(path) for path in data.eval_sets.values()]))
 
 
@@ -43,7 +43,7 @@ def _read(path: str) -> Samples:
 
 
 def _join(sets: list[Samples]) -> Samples:
-    """One set is itself; several run on from each other."""
+    """Number the samples of several sets one after the other; a single set keeps its fingerprint, and so the plan's hash."""
     if len(sets) == 1:
         return sets[0]
     counts = [samples.num_supervised_tokens for samples in sets]

@@ -9,8 +9,7 @@ from torch import Tensor
 from common.acceptance import Evaluation
 from common.config import ActorsConfig, Config, DataConfig, DraftConfig, ModelConfig, PlanConfig, TargetsConfig, TrainConfig
 from common.target_shape import TargetShape
-from services.drafter.model.anchors import Bools, Ints
-from services.drafter.model.step import PackedBatch
+from services.drafter.model.batch import PackedBatch
 
 VOCAB_SIZE, HIDDEN_SIZE, NUM_TAPS, BLOCK_SIZE, MASK_TOKEN = 32, 32, 2, 4, 31
 
@@ -86,11 +85,6 @@ def make_evaluation(step: int, acceptance: float) -> Evaluation:
         acceptance_other_prompt=1.0,
         sets={},
     )
-
-
-def metadata(batch: PackedBatch) -> tuple[Ints, Bools, Ints]:
-    """What `anchors` reads of a batch."""
-    return batch.input_ids, batch.loss_mask, batch.cu_seqlens
 
 
 def frozen_weights(seed: int = 0, device: str = "cpu") -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from services.drafter.model.step import block_loss
 from services.drafter.model.step_sums import StepSums
 from services.drafter.training.gradients import Begin, Gradients
 from services.drafter.training.group import Group, GroupBrokenError
-from tests.builders.batches import frozen_weights, make_batch, make_config, metadata
+from tests.builders.batches import frozen_weights, make_batch, make_config
 
 NUM_ELEMENTS = 1 << 22
 PAUSE_S = 0.05
@@ -37,7 +37,7 @@ def gradient_difference(group: Group, rank: int, device: torch.device) -> float:
 
     def accumulate(seed: int, begin: Begin | None = None) -> None:
         batch = make_batch([24, 17, 30], seed=seed, device=str(device))
-        blocks = choose_blocks(*metadata(batch), batch.sample_ids, 0, config)
+        blocks = choose_blocks(batch, 0, config)
         sums = block_loss(model, frozen[0], frozen[1], batch, blocks, config)
         gradients.accumulate(sums, begin)
 

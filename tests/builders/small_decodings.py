@@ -17,8 +17,9 @@ from launch.decoding.cases import Turns
 from launch.decoding.speculate import decode, speculate
 from launch.decoding.target_cache import TargetCache
 from services.drafter.model.anchors import Blocks, all_blocks
+from services.drafter.model.batch import PackedBatch
 from services.drafter.model.model import DraftModel
-from services.drafter.model.step import PackedBatch, block_hidden
+from services.drafter.model.step import block_hidden
 
 PROMPTS = [[5], [9, 4], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [40, 41, 40, 41, 40]]
 RECURRENT = {
@@ -76,7 +77,7 @@ def pack(config: Config, target: Any, prompts: list[list[int]], answers: list[li
 
 
 def blocks_of(batch: PackedBatch, config: Config) -> Blocks:
-    (blocks,) = all_blocks(batch.input_ids, batch.loss_mask, batch.cu_seqlens, config)
+    (blocks,) = all_blocks(batch, config)
     return blocks
 
 

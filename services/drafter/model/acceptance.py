@@ -17,8 +17,9 @@ from common.config import Config
 from common.data.held_out import HeldOut
 from common.device.upload import upload
 from services.drafter.model.anchors import Blocks, all_blocks
+from services.drafter.model.batch import PackedBatch
 from services.drafter.model.model import DraftModel
-from services.drafter.model.step import PackedBatch, predict_blocks
+from services.drafter.model.step import predict_blocks
 
 
 class AcceptanceCount:
@@ -71,7 +72,7 @@ def evaluate_batch(
         int64 [D, B]: per document, the rounds that emitted 1, 2 .. B tokens; such counts add up over batches and ranks.
     """
     accepted = np.zeros(len(batch.input_ids), dtype=np.int64)
-    for blocks in all_blocks(batch.input_ids, batch.loss_mask, batch.cu_seqlens, config):
+    for blocks in all_blocks(batch, config):
         predictions = predict_blocks(model, embed_weight, head_weight, batch, blocks, config).cpu().numpy()
         accepted[blocks.anchors[blocks.valid]] = matching_prefix(predictions, blocks)[blocks.valid]
     return count_rounds(accepted, batch.loss_mask, batch.cu_seqlens, config.draft.block_size)

@@ -3,7 +3,8 @@
 import numpy as np
 
 from common.config import Config
-from services.drafter.model.anchors import Blocks, Ints
+from services.drafter.model.anchors import Blocks
+from services.drafter.model.batch import Ints
 from services.drafter.model.visibility import BlockAnchors, key_runs
 
 
@@ -12,11 +13,6 @@ def batch_flops(config: Config, blocks: Blocks, cu_seqlens: Ints) -> float:
 
     Products that the step avoids are not counted: projections of equal rows in the first layer, rows without a label in the
     last layer, the product for the head's gradient, and gradients of the features. Attention counts visible pairs only.
-
-    Args:
-        config: the shapes.
-        blocks: of one batch.
-        cu_seqlens: int64 [D + 1] of the batch.
     """
     draft, hidden, num_context = config.draft, config.shape.hidden_size, int(cu_seqlens[-1])
     num_blocks, num_rows = len(blocks.anchors), len(blocks.anchors) * draft.block_size

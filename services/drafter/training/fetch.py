@@ -33,7 +33,7 @@ from common.errors import ProtocolError, SlotChecksumError, SlotError, StaleLeas
 from common.ring.checksum import checksum
 from common.ring.layout import SlotHeader
 from common.ring.ring import RingReader, Rows
-from services.drafter.model.step import PackedBatch
+from services.drafter.model.batch import PackedBatch
 
 _NUM_BUFFERS = 2
 _WAIT_S = 0.1

@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 
 import msgspec
 
@@ -16,9 +15,10 @@ from common.device.stopwatch import Stopwatch
 from common.errors import TrainingDivergedError
 from common.run_dir import PROFILE, QUARANTINE
 from services.drafter.model.anchors import choose_blocks
+from services.drafter.model.batch import PackedBatch
 from services.drafter.model.flops import batch_flops
 from services.drafter.model.noise import add_noise
-from services.drafter.model.step import PackedBatch, block_loss
+from services.drafter.model.step import block_loss
 from services.drafter.training.evaluator import Evaluator
 from services.drafter.training.fetch import Fetched, Fetcher
 from services.drafter.training.group import Group, GroupBrokenError
@@ -165,11 +165,8 @@ class Trainer:
 
     def _accumulate(self, batch: PackedBatch, info: BatchInfo, *, is_last: bool) -> tuple[BatchFacts, int, float]:
         """Run forward and backward of one batch; returns its facts, tokens and floating-point operations."""
-        rows = batch.input_ids, batch.loss_mask, batch.cu_seqlens, batch.sample_ids
-        blocks = choose_blocks(*rows, info.epoch, self._config)
-        noisy = add_noise(batch.hidden_states, batch.cu_seqlens, batch.sample_ids, info.epoch, self._config)
-        noised = replace(batch, hidden_states=noisy)
-        sums = block_loss(self._model, self._embedding, self._head, noised, blocks, self._config)
+        blocks, noisy = choose_blocks(batch, info.epoch, self._config), add_noise(batch, info.epoch, self._config)
+        sums = block_loss(self._model, self._embedding, self._head, noisy, blocks, self._config)
         self._optimizer.gradients.accumulate(sums, self._group.begin if is_last else None)
         num_tokens, flops = len(batch.input_ids), batch_flops(self._config, blocks, batch.cu_seqlens)
         self._actor.notices.add(num_batches=1, num_tokens=num_tokens)

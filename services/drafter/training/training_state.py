@@ -11,9 +11,10 @@ import torch
 
 from common.config import Config
 from services.drafter.model.anchors import choose_blocks
+from services.drafter.model.batch import PackedBatch
 from services.drafter.model.loss import Head
 from services.drafter.model.model import DraftModel
-from services.drafter.model.step import PackedBatch, block_loss
+from services.drafter.model.step import block_loss
 from services.drafter.training.optimizer import MasterAdamW
 
 
@@ -31,8 +32,7 @@ class TrainingState(NamedTuple):
 
     def rehearse_batch(self, batch: PackedBatch, config: Config, epoch: int = 0) -> None:
         """Run forward and backward; `rehearse_step` must follow."""
-        rows = batch.input_ids, batch.loss_mask, batch.cu_seqlens, batch.sample_ids
-        sums = block_loss(self.model, *self.frozen, batch, choose_blocks(*rows, epoch, config), config)
+        sums = block_loss(self.model, *self.frozen, batch, choose_blocks(batch, epoch, config), config)
         self.optimizer.gradients.accumulate(sums)
 
     def rehearse_step(self) -> None:

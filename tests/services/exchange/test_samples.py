@@ -36,7 +36,7 @@ def test_lengths_and_names_are_those_of_the_sets(tmp_path: Path) -> None:
 def test_without_a_held_out_set_there_are_no_evaluations(tmp_path: Path) -> None:
     config = with_data(path=write_set(tmp_path / "train", [3, 8, 5]))
     plan, _ = read_run_data(config.data).plan(config)
-    assert [plan.info(place).kind for place in range(plan.num_batches)] == ["train"] * 2
+    assert [plan.info(batch).kind for batch in range(plan.num_batches)] == ["train"] * 2
 
 
 def test_several_held_out_sets_run_on_from_each_other(tmp_path: Path) -> None:

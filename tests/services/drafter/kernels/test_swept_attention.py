@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from services.drafter.kernels.key_runs import TILE, sweeps_of_keys, sweeps_of_rows
 from services.drafter.model.attention import DenseAttention
-from services.drafter.model.visibility import TILE, BlockAnchors, key_runs, sweeps_of_keys, sweeps_of_rows
+from services.drafter.model.visibility import BlockAnchors, key_runs
 
 
 def made_up_places(lengths: list[int], num_blocks: int) -> BlockAnchors:

@@ -13,7 +13,7 @@ from services.drafter.model.acceptance import (
 )
 from services.drafter.model.anchors import all_blocks
 from services.drafter.model.model import DraftModel
-from tests.builders.batches import MASK_TOKEN, frozen_weights, make_batch, make_config, metadata
+from tests.builders.batches import MASK_TOKEN, frozen_weights, make_batch, make_config
 
 
 def walked(accepted: list[int], loss_mask: list[int], cu_seqlens: list[int]) -> tuple[int, int]:
@@ -58,7 +58,7 @@ def test_acceptance_of_rounds() -> None:
 
 def test_only_the_leading_supervised_matches_count() -> None:
     batch = make_batch([8], prompt=2)
-    blocks = next(all_blocks(*metadata(batch), make_config()))
+    blocks = next(all_blocks(batch, make_config()))
     right = blocks.labels.copy()
     assert matching_prefix(right, blocks)[:6].tolist() == [3, 3, 3, 2, 1, 0]
     wrong_in_slot_2 = right.copy()

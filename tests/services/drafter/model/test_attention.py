@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from services.drafter.kernels.key_runs import KeyRuns
 from services.drafter.model.attention import DenseAttention, KeysValues
-from services.drafter.model.visibility import BlockAnchors, KeyRuns, key_runs
+from services.drafter.model.visibility import BlockAnchors, key_runs
 
 CONTEXT_DOCUMENTS = [0] * 7 + [1] * 5
 ANCHORS, DOCUMENTS, VALID = [3, 6, 10, 0], [0, 0, 1, 0], [True, True, True, False]

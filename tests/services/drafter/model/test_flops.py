@@ -15,13 +15,13 @@ from services.drafter.model.flops import batch_flops
 from services.drafter.model.model import DraftModel
 from services.drafter.model.step import block_loss
 from services.drafter.training.profiler import StepProfiler
-from tests.builders.batches import frozen_weights, make_batch, make_config, metadata
+from tests.builders.batches import frozen_weights, make_batch, make_config
 
 
 def test_counted_operations_are_those_of_the_products() -> None:
     config = make_config(["sliding_attention", "full_attention", "full_attention"], anchors_per_batch=32)
     batch = make_batch([40, 30])
-    blocks = choose_blocks(*metadata(batch), batch.sample_ids, 0, config)
+    blocks = choose_blocks(batch, 0, config)
     assert blocks.label_mask.mean() > 0.9
     model = DraftModel(config)
     with FlopCounterMode(display=False) as counter:

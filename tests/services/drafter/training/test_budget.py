@@ -51,7 +51,7 @@ def test_a_budget_has_limits(batches_per_s: float, max_anchors: int, max_samples
 def test_what_is_timed_has_all_its_anchors() -> None:
     config = all_taken(make_config(anchors_per_document=1), 64)
     batch = make_up_batch(*full_shape(config), config, torch.device("cpu"))
-    blocks = choose_blocks(batch.input_ids, batch.loss_mask, batch.cu_seqlens, batch.sample_ids, 0, config)
+    blocks = choose_blocks(batch, 0, config)
     assert blocks.valid.sum() == len(blocks.anchors) == 64
 
 

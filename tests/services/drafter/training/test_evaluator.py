@@ -12,8 +12,8 @@ from common.acceptance import Acceptance
 from common.config import Config, DataConfig
 from common.data.writer import DatasetWriter
 from services.drafter.model.acceptance import evaluate_batch, summarise, with_features_of_another_document
+from services.drafter.model.batch import PackedBatch
 from services.drafter.model.model import DraftModel
-from services.drafter.model.step import PackedBatch
 from services.drafter.training.evaluator import Evaluator
 from services.drafter.training.run_state import RunState
 from tests.builders.batches import frozen_weights, make_batch, make_config

@@ -10,7 +10,7 @@ from services.drafter.model.step import block_loss
 from services.drafter.model.step_sums import StepSums
 from services.drafter.training.gradients import Gradients
 from services.drafter.training.group import GroupBrokenError
-from tests.builders.batches import BLOCK_SIZE, frozen_weights, make_batch, make_config, metadata
+from tests.builders.batches import BLOCK_SIZE, frozen_weights, make_batch, make_config
 
 CONFIG = make_config(["sliding_attention", "full_attention", "full_attention"], anchors_per_batch=64)
 NUM_SUMS = StepSums.size(BLOCK_SIZE)
@@ -18,7 +18,7 @@ NUM_SUMS = StepSums.size(BLOCK_SIZE)
 
 def sums_of(model: DraftModel, seed: int) -> StepSums:
     batch = make_batch([9, 12, 5], seed=seed)
-    return block_loss(model, *frozen_weights(), batch, choose_blocks(*metadata(batch), batch.sample_ids, 0, CONFIG), CONFIG)
+    return block_loss(model, *frozen_weights(), batch, choose_blocks(batch, 0, CONFIG), CONFIG)
 
 
 def reference(seeds: list[int]) -> list[Tensor]:
