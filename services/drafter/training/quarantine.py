@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class BatchFacts(NamedTuple):
-    """A batch as it was trained on; the facts are on the device."""
+    """A batch in training; the facts are on the device."""
 
     batch: int
     sample_ids: list[int]
@@ -33,7 +33,7 @@ class QuarantinedBatch(msgspec.Struct, kw_only=True):
 
     batch: int
     sample_ids: list[int]
-    num_nonfinite: int  # of the hidden states as received; above 2**24 a rounded number
+    num_nonfinite: int  # of the hidden states as received; from 2**24 on a rounded number
     largest_finite: float
     loss: float
 
@@ -74,12 +74,12 @@ def _inspect(hidden_states: Tensor) -> Tensor:
 
 
 def quarantine(run_dir: Path, step: QuarantinedStep) -> None:
-    """Write the record of a step; a disk error is logged and ends nothing."""
+    """Write the record of a step; a disk error is logged and the run goes on."""
     folder = run_dir / "quarantine"
     path = folder / f"step-{step.step:08}-rank{step.rank}.json"
     try:
         folder.mkdir(exist_ok=True)
         write_json(path, step)
-        log.warning("step %d was not finite and left the weights alone: %s", step.step, path)
+        log.warning("step %d was not finite and was skipped: %s", step.step, path)
     except OSError as error:
         log.error("step %d was not finite; %s: not written: %s", step.step, path, error.strerror)

@@ -36,8 +36,7 @@ class RunState:
             rounds: int64 [G + 1, B] on the device, for the counts of the last evaluation (see `Evaluator.close`).
             summarise: makes an evaluation of such counts and the number of optimizer steps before it.
         """
-        self.position = UNKNOWN
-        self.step = UNKNOWN
+        self.position = self.step = UNKNOWN
         self.num_skipped = 0
         self.evaluation: Evaluation | None = None
         self._evaluated_at = UNKNOWN  # the position right after the last evaluation
@@ -48,7 +47,7 @@ class RunState:
 
     @property
     def is_just_evaluated(self) -> bool:
-        """True if the last evaluation measured the present weights."""
+        """Return True if the last evaluation measured the present weights."""
         return self.position == self._evaluated_at
 
     def evaluation_of(self, step: int) -> Evaluation | None:
@@ -88,7 +87,6 @@ class RunState:
         return {"counters": torch.tensor(counters, device=self._rounds.device), "rounds": self._rounds}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take over another rank's state."""
         self._rounds.copy_(state["rounds"])
         counters = state["counters"].tolist()
         self.position, self.step, self.num_skipped, self._evaluated_step, self._evaluated_at = counters

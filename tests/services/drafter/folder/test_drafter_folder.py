@@ -131,8 +131,8 @@ def test_a_run_begins_with_the_very_weights_of_every_layout(
     model = DraftModel(config)
     optimizer = MasterAdamW(model, config.train, num_steps=10, block_size=BLOCK_SIZE)
     checkpointer = Checkpointer(tmp_path / "run", config, Welcome(b"p" * 16, num_batches=10, num_steps=10), rank=1)
-    assert checkpointer.resume(model, optimizer) == (0, None)
-    masters = optimizer.master_weights(model)
+    assert checkpointer.resume(optimizer) == (0, None)
+    masters = optimizer.master_weights()
     assert {key for key, weight in stored.items() if torch.equal(masters[key], weight.float())} == masters.keys()
 
 

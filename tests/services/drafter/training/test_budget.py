@@ -8,7 +8,7 @@ from common.actor.messages import BatchShape
 from common.config import Config
 from services.drafter.model.anchors import choose_blocks
 from services.drafter.model.model import DraftModel
-from services.drafter.training.budget import BatchCost, all_taken, balanced_anchors, mean_anchors, measure_cost, with_anchors
+from services.drafter.training.budget import BatchCost, balanced_anchors, mean_anchors, measure_cost, with_anchors
 from services.drafter.training.optimizer import MasterAdamW
 from services.drafter.training.training_state import TrainingState, full_shape, make_up_batch
 from tests.builders.batches import BLOCK_SIZE, frozen_weights, make_config
@@ -49,14 +49,14 @@ def test_a_budget_has_limits(batches_per_s: float, max_anchors: int, max_samples
 
 
 def test_what_is_timed_has_all_its_anchors() -> None:
-    config = all_taken(make_config(anchors_per_document=1), 64)
+    config = with_anchors(make_config(anchors_per_document=1), anchors_per_batch=64, anchors_per_document=64)
     batch = make_up_batch(*full_shape(config), config, torch.device("cpu"))
     blocks = choose_blocks(batch, 0, config)
     assert blocks.valid.sum() == len(blocks.anchors) == 64
 
 
 def test_measuring_changes_no_bit() -> None:
-    config = with_anchors(make_config(), 16)
+    config = make_config()
     model = DraftModel(config)
     optimizer = MasterAdamW(model, config.train, 10, BLOCK_SIZE)
     before = {name: tensor.clone() for name, tensor in [*optimizer.state_dict().items(), *model.state_dict().items()]}

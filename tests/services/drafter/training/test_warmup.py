@@ -127,4 +127,4 @@ def test_a_budget_that_does_not_fit_is_refused_with_one_that_does(whole_memory: 
     assert match is not None
     fitting = int(match[1])
     assert 4096 <= fitting < 65536
-    warm_up(state, with_anchors(config, fitting), lambda: None)
+    warm_up(state, with_anchors(config, anchors_per_batch=fitting), lambda: None)
