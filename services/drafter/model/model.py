@@ -68,23 +68,23 @@ def finish_layer(
     return hidden + F.linear(F.silu(F.linear(normed, gate)) * F.linear(normed, up), down)
 
 
-def linear(in_features: int, out_features: int, dtype: torch.dtype) -> nn.Linear:
-    return nn.Linear(in_features, out_features, bias=False, dtype=dtype)
+def linear(in_features: int, out_features: int) -> nn.Linear:
+    return nn.Linear(in_features, out_features, bias=False)
 
 
 class Attention(nn.Module):
     """Attention of block rows over the context and the block rows; context rows have no queries."""
 
-    def __init__(self, config: Config, dtype: torch.dtype) -> None:
+    def __init__(self, config: Config) -> None:
         super().__init__()
         draft, hidden = config.draft, config.shape.hidden_size
         self.head_dim, self.eps = draft.head_dim, config.shape.rms_norm_eps
-        self.q_proj = linear(hidden, draft.num_attention_heads * draft.head_dim, dtype)
-        self.k_proj = linear(hidden, draft.num_key_value_heads * draft.head_dim, dtype)
-        self.v_proj = linear(hidden, draft.num_key_value_heads * draft.head_dim, dtype)
-        self.o_proj = linear(draft.num_attention_heads * draft.head_dim, hidden, dtype)
-        self.q_norm = nn.RMSNorm(draft.head_dim, eps=self.eps, dtype=dtype)
-        self.k_norm = nn.RMSNorm(draft.head_dim, eps=self.eps, dtype=dtype)
+        self.q_proj = linear(hidden, draft.num_attention_heads * draft.head_dim)
+        self.k_proj = linear(hidden, draft.num_key_value_heads * draft.head_dim)
+        self.v_proj = linear(hidden, draft.num_key_value_heads * draft.head_dim)
+        self.o_proj = linear(draft.num_attention_heads * draft.head_dim, hidden)
+        self.q_norm = nn.RMSNorm(draft.head_dim, eps=self.eps)
+        self.k_norm = nn.RMSNorm(draft.head_dim, eps=self.eps)
 
     def keys_values(self, rows: Tensor, angles: Rotation, expand: Expand = identity) -> KeysValues:
         """Return key and value heads of [rows, H]."""
@@ -107,11 +107,11 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """The weights of the gated feed-forward part of a layer; `finish_layer` computes it."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.gate_proj = linear(hidden_size, intermediate_size, dtype)
-        self.up_proj = linear(hidden_size, intermediate_size, dtype)
-        self.down_proj = linear(intermediate_size, hidden_size, dtype)
+        self.gate_proj = linear(hidden_size, intermediate_size)
+        self.up_proj = linear(hidden_size, intermediate_size)
+        self.down_proj = linear(intermediate_size, hidden_size)
 
     def weights(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
@@ -120,22 +120,16 @@ class MLP(nn.Module):
 class DraftLayer(nn.Module):
     """One layer: attention, then the feed-forward part, both around the residual stream of the block rows."""
 
-    def __init__(self, config: Config, dtype: torch.dtype) -> None:
+    def __init__(self, config: Config) -> None:
         super().__init__()
         hidden, self.eps = config.shape.hidden_size, config.shape.rms_norm_eps
-        self.input_layernorm = nn.RMSNorm(hidden, eps=self.eps, dtype=dtype)
-        self.self_attn = Attention(config, dtype)
-        self.post_attention_layernorm = nn.RMSNorm(hidden, eps=self.eps, dtype=dtype)
-        self.mlp = MLP(hidden, config.draft.intermediate_size, dtype)
+        self.input_layernorm = nn.RMSNorm(hidden, eps=self.eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(hidden, eps=self.eps)
+        self.mlp = MLP(hidden, config.draft.intermediate_size)
 
     def forward(
-        self,
-        rows: Tensor,
-        angles: Rotation,
-        context: KeysValues,
-        attend: Attend,
-        expand: Expand = identity,
-        wanted: Tensor | None = None,
+        self, rows: Tensor, angles: Rotation, context: KeysValues, attend: Attend, expand: Expand, wanted: Tensor | None
     ) -> Tensor:
         """Return the wanted block rows after this layer, [M, H]; all rows are keys.
 
@@ -157,15 +151,14 @@ class DraftModel(nn.Module):
     def __init__(self, config: Config, device: torch.device = _CPU) -> None:
         super().__init__()
         draft, hidden, self.eps = config.draft, config.shape.hidden_size, config.shape.rms_norm_eps
-        dtype: torch.dtype = getattr(torch, draft.dtype)
         self.head_dim, self.rope_theta = draft.head_dim, config.shape.rope_theta
         self.windows = [draft.sliding_window if kind == "sliding_attention" else 0 for kind in draft.layer_types]  # 0: full
         with torch.device("meta"):
-            self.fc = linear(len(draft.tap_layers) * hidden, hidden, dtype)
-            self.hidden_norm = nn.RMSNorm(hidden, eps=self.eps, dtype=dtype)
-            self.layers = nn.ModuleList(DraftLayer(config, dtype) for _ in range(draft.num_layers))
-            self.norm = nn.RMSNorm(hidden, eps=self.eps, dtype=dtype)
-        self.to_empty(device=device)
+            self.fc = linear(len(draft.tap_layers) * hidden, hidden)
+            self.hidden_norm = nn.RMSNorm(hidden, eps=self.eps)
+            self.layers = nn.ModuleList(DraftLayer(config) for _ in range(draft.num_layers))
+            self.norm = nn.RMSNorm(hidden, eps=self.eps)
+        self.to(getattr(torch, draft.dtype)).to_empty(device=device)
         if device.type != "meta":
             self.initialise(config.seed)
 

@@ -20,7 +20,7 @@ class StepSums:
         self.accepted = values[2]  # number of drafts that a verification of every block would accept
         self.correct = values[3 : 3 + num_slots]  # number of correct predictions of each slot
         self.labels = values[3 + num_slots : 3 + 2 * num_slots]  # number of labels of each slot
-        self.stop = values[-1]  # number of ranks that were asked to stop
+        self.stop = values[-1]  # number of ranks that are to stop
 
     @staticmethod
     def size(block_size: int) -> int:
@@ -28,5 +28,5 @@ class StepSums:
 
     @classmethod
     def of(cls, loss: Tensor, weight: Tensor, accepted: Tensor, correct: Tensor, labels: Tensor) -> "StepSums":
-        """Join the numbers of one batch; no rank was asked to stop."""
+        """Join the numbers of one batch; no rank is to stop."""
         return cls(torch.cat([torch.stack([loss, weight, accepted]), correct, labels, labels.new_zeros(1)]))

@@ -23,7 +23,7 @@ from services.drafter.training.fetch import Fetched, Fetcher
 from services.drafter.training.group import Group, GroupBrokenError
 from services.drafter.training.optimizer import learning_rate
 from services.drafter.training.profiler import StepProfiler
-from services.drafter.training.quarantine import BatchFacts, QuarantinedStep, collect_facts, quarantine
+from services.drafter.training.quarantine import BatchFacts, collect_facts, quarantine
 from services.drafter.training.resume import Checkpointer
 from services.drafter.training.run_state import UNKNOWN, RunState
 from services.drafter.training.step_metrics import MetricsReadback, StepCost, StepMetrics
@@ -231,9 +231,14 @@ class Trainer:
         self._waited_s = 0.0
         self._run.record_step(skipped=metrics.skipped)
         if metrics.skipped:
-            step, rank, batches = metrics.step, self._actor.index, metrics.batches
-            record = QuarantinedStep(step=step, rank=rank, loss=metrics.loss, grad_norm=metrics.grad_norm, batches=batches)
-            quarantine(self._actor.run_dir, record)
+            quarantine(
+                self._actor.run_dir,
+                step=metrics.step,
+                rank=self._actor.index,
+                loss=metrics.loss,
+                grad_norm=metrics.grad_norm,
+                batches=metrics.batches,
+            )
         if self._run.num_skipped > train.max_nonfinite_steps:
             raise TrainingDivergedError(
                 f"step {metrics.step}: {self._run.num_skipped} steps in a row had a loss or gradient that is not finite "
