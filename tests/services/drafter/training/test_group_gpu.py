@@ -112,8 +112,8 @@ def test_a_rank_that_dies_in_a_collective_is_replaced_and_the_survivor_goes_on(
 
 
 @pytest.mark.parametrize("devices", [pytest.param(["cuda:0", "cuda:1"], marks=TWO_GPUS)])
-def test_a_rank_that_dies_on_the_way_to_connecting_holds_nobody(ranks: Ranks, devices: list[str]) -> None:
-    """Rank 1 is said to have come, and never does: rank 0 is alone in nccl's first collective, which never ends."""
+def test_a_rank_that_dies_while_connecting_blocks_no_other(ranks: Ranks, devices: list[str]) -> None:
+    """Mark rank 1 as joined although it never connects: rank 0 is alone in nccl's first collective, which never ends."""
     ranks.start(0)
     ranks.board.start_group(1)
     Notices(ranks.board_fd, FIRST_DRAFTER + 1, os.getpid()).come_to_group(1)

@@ -1,4 +1,4 @@
-"""What is kept of a step that was not finite."""
+"""Records of steps that were not finite."""
 
 import json
 import math
@@ -34,7 +34,7 @@ def test_a_file_is_strict_json(tmp_path: Path) -> None:
     }
 
 
-def test_a_disk_that_refuses_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_error_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "quarantine").write_text("in the way")
     quarantine(tmp_path, step=12, rank=1, loss=1.0, grad_norm=math.inf, batches=[])
     assert "step-00000012-rank1.json: not written: " in caplog.text

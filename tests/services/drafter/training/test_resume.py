@@ -1,4 +1,4 @@
-"""What a rank takes over from disk and leaves there, also where the disk refuses."""
+"""Loading and saving by a rank, also with damaged files and disk errors."""
 
 import json
 import logging
@@ -28,7 +28,7 @@ WELCOME = Welcome(b"p" * 16, num_batches=240, num_steps=40)
 
 
 def make_optimizer(config: Config, fill: float) -> MasterAdamW:
-    """All weights equal, all moments zero."""
+    """Make an optimizer whose weights are all equal and whose moments are zero."""
     model = DraftModel(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -42,7 +42,7 @@ def run_at(position: int, evaluation: Evaluation | None = None) -> RunState:
     return run
 
 
-def test_a_rank_takes_over_what_rank_0_saved(tmp_path: Path) -> None:
+def test_a_rank_loads_the_checkpoint_of_rank_0(tmp_path: Path) -> None:
     config = make_config()
     saved = Checkpointer(tmp_path, config, WELCOME, rank=0)
     saved.save(make_optimizer(config, 0.25), run_at(24, make_evaluation(4, 1.5)), step=4, required=True)
@@ -61,7 +61,7 @@ def test_a_checkpoint_knows_the_acceptance_of_its_own_weights_only(tmp_path: Pat
     assert found == [make_evaluation(4, 1.5), None]
 
 
-def test_what_is_worth_keeping_after_an_evaluation(tmp_path: Path) -> None:
+def test_an_evaluation_is_worth_a_checkpoint_if_it_is_the_best_or_has_one(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path, make_config(), WELCOME, rank=0)
     for step, acceptance, worth in [(0, 1.1, False), (3, 1.5, True), (6, 1.5, False), (9, 1.4, False), (12, 1.6, True)]:
         evaluation = make_evaluation(step, acceptance)
@@ -71,7 +71,7 @@ def test_what_is_worth_keeping_after_an_evaluation(tmp_path: Path) -> None:
             assert checkpointer.is_worth_keeping(evaluation)  # its record may learn more
 
 
-def test_a_warm_start_takes_float32_weights_and_no_others(tmp_path: Path) -> None:
+def test_a_run_begins_from_the_float32_weights_of_draft_init(tmp_path: Path) -> None:
     config = make_config(dtype="bfloat16")
     weights = {name: torch.randn_like(weight.float()) for name, weight in DraftModel(config).state_dict().items()}
     export(tmp_path / "drafter", config, weights, step=1, evaluation=None)
@@ -116,9 +116,7 @@ def test_only_rank_0_writes(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_refuses_ends_the_run_only_where_the_checkpoint_is_needed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_error_ends_the_run_only_if_the_checkpoint_is_required(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = make_config()
     (tmp_path / "checkpoints").write_text("in the way")
     checkpointer = Checkpointer(tmp_path, config, WELCOME, rank=0)
@@ -131,7 +129,7 @@ def test_a_disk_that_refuses_ends_the_run_only_where_the_checkpoint_is_needed(
         checkpointer.save(optimizer, run_at(24), step=4, required=True)
 
 
-def test_a_checkpoint_of_another_plan_is_not_taken_over(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_plan_is_refused(tmp_path: Path) -> None:
     config = make_config()
     Checkpointer(tmp_path, config, WELCOME, rank=0).save(make_optimizer(config, 0.25), run_at(24), step=4, required=True)
     optimizer = make_optimizer(config, 0.5)
@@ -153,7 +151,7 @@ class RunsACommand:
 
 
 def write_record(folder: Path, **changes: int) -> None:
-    """As a checkpoint of before there were checksums."""
+    """Rewrite the record without checksums, like an old checkpoint."""
     content = json.loads((folder / "checkpoint.json").read_text()) | changes
     (folder / "checkpoint.json").write_text(
         json.dumps({key: content[key] for key in content if key not in ("files", "sha256")})
@@ -161,7 +159,7 @@ def write_record(folder: Path, **changes: int) -> None:
 
 
 def save_two(run_dir: Path) -> list[Path]:
-    """Steps 4 and 8 with other weights each, without checksums."""
+    """Save steps 4 and 8 with different weights, without checksums."""
     checkpointer = Checkpointer(run_dir, PAIRS, WELCOME, rank=0)
     for step in (4, 8):
         checkpointer.save(make_optimizer(PAIRS, step / 16), run_at(6 * step), step=step, required=True)
@@ -205,7 +203,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("how", KINDS)
-def test_the_newest_whole_checkpoint_is_taken_and_the_damaged_one_is_named(
+def test_the_newest_intact_checkpoint_is_loaded_and_the_damaged_one_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     older, newer = save_two(tmp_path)
@@ -220,7 +218,7 @@ def test_the_newest_whole_checkpoint_is_taken_and_the_damaged_one_is_named(
 
 
 @pytest.mark.parametrize("how", KINDS)
-def test_without_a_whole_checkpoint_nothing_is_begun_and_nothing_moved(tmp_path: Path, how: str) -> None:
+def test_without_an_intact_checkpoint_the_run_ends_and_no_folder_is_renamed(tmp_path: Path, how: str) -> None:
     folders = save_two(tmp_path)
     for folder in folders:
         spoil(folder, how, tmp_path / "ran")
@@ -232,7 +230,7 @@ def test_without_a_whole_checkpoint_nothing_is_begun_and_nothing_moved(tmp_path:
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_checkpoint_of_before_there_were_checksums_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_a_checkpoint_without_checksums_is_loaded_unchecked(tmp_path: Path) -> None:
     save_two(tmp_path)
     optimizer = make_optimizer(PAIRS, 0.75)
     assert Checkpointer(tmp_path, PAIRS, WELCOME, rank=0).resume(optimizer) == (48, None)
