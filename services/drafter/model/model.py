@@ -101,7 +101,7 @@ class Attention(nn.Module):
         return attend(query, context, self.keys_values(rows, angles, expand))
 
     def _split_heads(self, rows: Tensor) -> Tensor:
-        return rows.unflatten(1, (-1, self.head_dim))
+        return rows.view(rows.shape[0], rows.shape[1] // self.head_dim, self.head_dim)
 
 
 class MLP(nn.Module):
