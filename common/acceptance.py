@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from common.run_dir import CHECKPOINTS
 from common.sealed_record import is_intact
 
 
@@ -51,7 +52,7 @@ def find_best(run_dir: Path) -> Evaluation | None:
 
     May be called while checkpoints come and go; one that is being written does not count.
     """
-    found = (_read(path) for path in sorted((run_dir / "checkpoints").glob("step-*[0-9]/checkpoint.json")))
+    found = (_read(path) for path in sorted((run_dir / CHECKPOINTS).glob("step-*[0-9]/checkpoint.json")))
     measured = [evaluation for evaluation in found if evaluation is not None]
     return max(measured, key=lambda evaluation: evaluation.acceptance, default=None)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, ModelError
-from common.json_file import read_object
+from common.run_dir import read_object
 from common.target_shape import read_target_config
 
 _QUANTIZATION = ("quantization_config", "compression_config", "quantization")

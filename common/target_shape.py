@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from common.errors import ModelError
-from common.json_file import read_object
+from common.run_dir import read_object
 
 
 class TargetShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -25,9 +25,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from common import config as configuration
 from common.config import Config, DType
-from common.errors import DataError, HeadraceError
+from common.errors import DataError
+from common.run_dir import EXPORT
 from launch.acceptance_picture import draw_acceptance
-from launch.arguments import parse_device
+from launch.arguments import parse_device, run_command
 from launch.data.chat import load_tokenizer
 from launch.decoding.answer import Decoding, Limits
 from launch.decoding.cases import Case, file_cases, first_of_each_category, held_out_cases, typed_case
@@ -37,7 +38,7 @@ from launch.decoding.held_out import count_acceptance
 from launch.decoding.pair import Pair, config_of_folders, load_pair, with_dtype
 from launch.decoding.report import Report, Setup, make_report
 from launch.decoding.sampling import Sampling
-from launch.operate.summary import describe_evaluation
+from launch.operate.report import describe_evaluation
 from launch.prepare import parse_setting
 from services.drafter.folder.drafter_folder import load_drafter
 
@@ -76,13 +77,13 @@ def evaluate(config: Config, drafter: Path, cases: list[Case], left_out: Counter
     return make_report(setup_of(config, drafter, pair, options), turns, dict(left_out))
 
 
-def describe_held_out(run_dir: Path, config: Config, drafter: Path, device: torch.device) -> list[str]:
+def describe_held_out(config: Config, drafter: Path, device: torch.device) -> list[str]:
     """Count the acceptance on all held-out rows of the run, without decoding; return it as text.
 
     Raises:
         HeadraceError: the target, the drafter or the data are missing or damaged, or nothing is held out.
     """
-    found = count_acceptance(run_dir, config, load_drafter(drafter, config), device)
+    found = count_acceptance(config, load_drafter(drafter, config), device)
     return [
         f"held-out acceptance length             {found.acceptance:.3f} in {found.num_rounds:,} rounds",
         f"  with another prompt's hidden states  {found.acceptance_other_prompt:.3f}",
@@ -200,28 +201,27 @@ def _configure(options: argparse.Namespace) -> tuple[Config, Path]:
         dtype: DType = options.dtype or ("float32" if options.device.type == "cpu" else "bfloat16")
         return config_of_folders(options.model.expanduser(), options.draft.expanduser(), dtype), options.draft.expanduser()
     config = configuration.read(options.run)
-    drafter = options.draft.expanduser() if options.draft else options.run / "export"
+    drafter = options.draft.expanduser() if options.draft else options.run / EXPORT
     return with_dtype(config, options.dtype) if options.dtype else config, drafter
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    torch.set_num_threads(options.threads)
+    config, drafter = _configure(options)
+    cases, unusable = choose_cases(config, options)
+    if options.prompt is None and not options.prompts:
+        print("\n".join(describe_held_out(config, drafter, options.device)))
+    report = evaluate(config, drafter, cases, unusable, options)
+    print("\n".join(report.lines()))
+    if options.out:
+        report.write(options.out)
+        draw_acceptance(report, options.out / "acceptance.png")
+    return 0 if report.is_same else 1
 
 
 def main(argv: list[str] | None = None) -> int:
     """Read the command line and evaluate."""
-    options = parse_arguments(argv)
-    torch.set_num_threads(options.threads)
-    try:
-        config, drafter = _configure(options)
-        cases, unusable = choose_cases(config, options)
-        if options.prompt is None and not options.prompts:
-            print("\n".join(describe_held_out(options.run, config, drafter, options.device)))
-        report = evaluate(config, drafter, cases, unusable, options)
-        print("\n".join(report.lines()))
-        if options.out:
-            report.write(options.out)
-            draw_acceptance(report, options.out / "acceptance.png")
-    except HeadraceError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0 if report.is_same else 1
+    return run_command(_evaluate, parse_arguments(argv))
 
 
 if __name__ == "__main__":

@@ -19,9 +19,10 @@ from typing import Any
 from tqdm import tqdm
 
 from common.data.arrow_file import Sample
-from common.data.dataset import DatasetWriter
-from common.errors import DataError, HeadraceError
+from common.data.writer import DatasetWriter
+from common.errors import DataError
 from common.target_shape import read_vocab_size
+from launch.arguments import run_command
 from launch.data.conversion import Settings, Workers
 from launch.data.inputs import Input, find_files, find_skipped, parse_input, read_chunks
 from launch.data.rules import Limits, Tally, format_report
@@ -145,26 +146,24 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
+def _prepare(arguments: argparse.Namespace) -> None:
+    model = arguments.model.expanduser()
+    limits = Limits(read_vocab_size(model), arguments.max_length, arguments.truncate)
+    settings = Settings(model, arguments.template, dict(arguments.template_set), limits, arguments.assistant_role)
+    outs = {"train": arguments.out} | ({"eval": arguments.eval_out} if arguments.eval_out else {})
+    check_outs(outs)
+    report_skipped(arguments.input)
+    with Workers(settings, arguments.workers or count_workers(arguments.input)) as workers:
+        preparation = Preparation(workers, arguments.input, arguments.eval_samples)
+        try:
+            prepare(preparation, outs, model, arguments.eval_samples, overwrite=arguments.overwrite)
+        finally:
+            print(format_report(preparation.tally.as_json()), flush=True)
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0, or 1 after one line that says what is wrong."""
-    arguments = parse_arguments(argv)
-    try:
-        model = arguments.model.expanduser()
-        limits = Limits(read_vocab_size(model), arguments.max_length, arguments.truncate)
-        settings = Settings(model, arguments.template, dict(arguments.template_set), limits, arguments.assistant_role)
-        outs = {"train": arguments.out} | ({"eval": arguments.eval_out} if arguments.eval_out else {})
-        check_outs(outs)
-        report_skipped(arguments.input)
-        with Workers(settings, arguments.workers or count_workers(arguments.input)) as workers:
-            preparation = Preparation(workers, arguments.input, arguments.eval_samples)
-            try:
-                prepare(preparation, outs, model, arguments.eval_samples, overwrite=arguments.overwrite)
-            finally:
-                print(format_report(preparation.tally.as_json()), flush=True)
-    except HeadraceError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    """Read the command line and prepare."""
+    return run_command(_prepare, parse_arguments(argv))
 
 
 if __name__ == "__main__":

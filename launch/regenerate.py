@@ -24,8 +24,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from common.errors import HeadraceError
-from launch.arguments import parse_device
+from launch.arguments import parse_device, run_command
 from launch.data.answers import Answer, AnswerFile, History, Row, Written, hold, key_of
 from launch.data.chat import TEMPLATE_ERRORS, load_tokenizer, render
 from launch.data.completions import RefusedError, Server
@@ -231,13 +230,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0, or 1 after one line that says what is wrong."""
-    try:
-        print(regenerate(parse_arguments(argv)))
-    except HeadraceError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    """Read the command line and answer the prompts."""
+    return run_command(lambda arguments: print(regenerate(arguments)), parse_arguments(argv))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Literal
 import msgspec
 
 from common.errors import ConfigError
+from common.run_dir import FAULTS
 
 _ONCE = ("kill", "stop")
 
@@ -27,7 +28,7 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     point: str
     visit: int = 1
-    action: Literal["kill", "stop", "sleep", "switch"] = "kill"
+    action: Literal["kill", "stop", "sleep"] = "kill"
     sleep_s: float = 0.0
 
 
@@ -43,7 +44,7 @@ _planned: list[_Planned] = []
 
 def read(run_dir: Path) -> dict[str, list[Fault]]:
     """Return the faults of every actor; none where there is no file. ConfigError where it holds anything else."""
-    path = run_dir / "faults.json"
+    path = run_dir / FAULTS
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, list[Fault]])
     except FileNotFoundError:
@@ -68,11 +69,6 @@ def reach(point: str) -> None:
         if planned.fault.point == point:
             planned.num_visits += 1
             _act(planned)
-
-
-def is_switched(point: str) -> bool:
-    """Whether a test has switched on what `point` names."""
-    return any(planned.fault.point == point and planned.fault.action == "switch" for planned in _planned)
 
 
 def _act(planned: _Planned) -> None:

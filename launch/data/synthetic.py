@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from common.config import Config, SyntheticConfig
-from common.data.dataset import Dataset, DatasetWriter
+from common.data.dataset import Dataset
+from common.data.writer import DatasetWriter
 from common.errors import ConfigError, DataError
 
 MAX_CYCLES = 16

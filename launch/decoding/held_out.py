@@ -4,7 +4,6 @@ Batches, padding and the type of the hidden states in transit are those of the r
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
@@ -21,25 +20,25 @@ from services.exchange.samples import read_run_data
 from services.target.rows import read_rows
 
 
-def count_acceptance(run_dir: Path, config: Config, model: DraftModel, device: torch.device) -> Evaluation:
+def count_acceptance(config: Config, model: DraftModel, device: torch.device) -> Evaluation:
     """Measure a draft model on the evaluation sets of a run; its step reads 0.
 
     Raises:
         HeadraceError: the target or the data are missing or damaged, or nothing is held out.
     """
     evaluator = Evaluator(model.to(device), load_embedding_and_head(config, device), config)
-    for batch in held_out_batches(run_dir, config, device):
+    for batch in held_out_batches(config, device):
         evaluator.add(batch)
     rounds, _ = evaluator.close(lambda values: values, stopping=False)
     return evaluator.summarise(rounds, step=0)
 
 
-def held_out_batches(run_dir: Path, config: Config, device: torch.device) -> Iterator[PackedBatch]:
+def held_out_batches(config: Config, device: torch.device) -> Iterator[PackedBatch]:
     """The batches of one evaluation of the run, as its drafters get them."""
     held_out = HeldOut.open(config.data)
     if not held_out.num_samples:
         raise DataError("data.eval_path: needed an evaluation data set, found none")
-    plan, _ = read_run_data(config, run_dir).plan(config)
+    plan, _ = read_run_data(config.data).plan(config)
     features = TargetFeatures(config, device, getattr(torch, config.ring.dtype))
     for place in range(plan.num_batches):
         info = plan.info(place)

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from common.acceptance import Acceptance
-from common.json_file import write_json
+from common.run_dir import write_json
 from launch.decoding.answer import Decoding
 from launch.decoding.comparison import Turn
 from launch.decoding.difference import Difference

@@ -1,10 +1,10 @@
-"""What an operator and a supervisor say to each other: msgpack on the wire, one union per direction.
+"""The messages between operator and supervisor: msgpack on the wire, one union per direction.
 
 operator            supervisor
   GetStatus    ->     RunStatus
-  Restart      ->     Accepted | Refused     end a life in good order, start the next; no crash
+  Restart      ->     Accepted | Refused     end an actor in good order and start it again; no crash
   Kill         ->     Accepted | Refused     the same by SIGKILL
-  Stop         ->     Accepted               as Ctrl-C
+  Stop         ->     Accepted               as Ctrl-C: drafters save; a second one ends the run at once
 anything else  ->     Refused
 """
 
@@ -12,29 +12,29 @@ from typing import Literal
 
 import msgspec
 
-MAX_REQUEST_BYTES = 1 << 16  # far above the longest; more ends the connection
+MAX_REQUEST_BYTES = 1 << 16  # far more than the longest has; a longer one ends the connection
 MAX_WAITING_REQUESTS = 64  # of one connection
 ActorState = Literal["starting", "warming up", "ready", "down", "done"]
 
 
 class GetStatus(msgspec.Struct, frozen=True, tag=True):
-    """Ask how the run is."""
+    """Request for the state of the run."""
 
 
 class Restart(msgspec.Struct, frozen=True, tag=True):
-    """End an actor's life in good order and start the next."""
+    """Request to end an actor in good order and start it again."""
 
     name: str
 
 
 class Kill(msgspec.Struct, frozen=True, tag=True):
-    """Kill an actor; the next life starts at once."""
+    """Request to kill an actor and start it again."""
 
     name: str
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """End the run: drafters save; a second one ends it at once."""
+    """Request to end the run."""
 
 
 class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +46,7 @@ class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
     uptime_s: float | None
     progress_age_s: float | None  # since it last said that it is alive
     restarts: int
-    lost_s: float  # without its work, over all its deaths
+    lost_s: float  # from its last progress until it was ready again, over all its deaths
     last_exit: str | None
 
 
@@ -58,7 +58,7 @@ class RingStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A whole run; nothing in it was asked of an actor."""
+    """A whole run."""
 
     run_dir: str
     state: Literal["running", "stopping"]
@@ -82,7 +82,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
-    """It is under way."""
+    """The request is under way."""
 
     what: str
 

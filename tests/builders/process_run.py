@@ -36,7 +36,8 @@ from common.actor.messages import (
 )
 from common.actor.messages import SlotReady as Ready
 from common.config import Config
-from common.data.dataset import Dataset, DatasetWriter
+from common.data.dataset import Dataset
+from common.data.writer import DatasetWriter
 from common.ring import memory
 from common.ring.checksum import checksum
 from common.ring.layout import SlotHeader, SlotLayout

@@ -14,7 +14,8 @@ import torch
 
 from common import config as configuration
 from common.acceptance import find_best
-from common.data.dataset import Dataset, DatasetWriter
+from common.data.dataset import Dataset
+from common.data.writer import DatasetWriter
 from common.metrics import read_metrics
 from launch import evaluate, prepare
 from launch.decoding.held_out import count_acceptance
@@ -82,7 +83,7 @@ def test_sets_and_categories_in_metrics_report_and_summary(config: Path, run: La
     _, weights = load_weights(checkpoint_folder(run.directory, last["step"]), draft_identity(config_of_run))
     model = DraftModel(config_of_run)
     model.load_state_dict(weights)
-    counted = count_acceptance(run.directory, config_of_run, model, torch.device("cpu"))
+    counted = count_acceptance(config_of_run, model, torch.device("cpu"))
     assert msgspec.to_builtins(counted) | {"step": last["step"]} == last  # outside of the run, bit for bit
 
     two = LaunchedRun(tmp_path / "two").start(*SETTINGS, 'drafters.devices=["cpu", "cpu"]', config=config)

@@ -19,6 +19,7 @@ from common.acceptance import Evaluation, find_best
 from common.actor import faults
 from common.config import Config, LayerType
 from common.errors import CheckpointError, DamagedCheckpointError
+from common.run_dir import CHECKPOINTS
 from common.sealed_record import is_intact, seal
 from services.drafter.folder.durable_folder import durable_folder, remove_folder, remove_leftovers, replace_file
 
@@ -61,7 +62,7 @@ def draft_identity(config: Config) -> DraftIdentity:
 
 
 def checkpoint_folder(run_dir: Path, step: int) -> Path:
-    return run_dir / "checkpoints" / f"step-{step:08d}"
+    return run_dir / CHECKPOINTS / f"step-{step:08d}"
 
 
 def save(run_dir: Path, checkpoint: Checkpoint, weights: Mapping[str, Tensor], optimizer: Mapping[str, Any], keep: int) -> Path:
@@ -97,7 +98,7 @@ def save(run_dir: Path, checkpoint: Checkpoint, weights: Mapping[str, Tensor], o
 
 def clean(run_dir: Path) -> None:
     """Remove the leftovers of killed saves; called at the start of a run."""
-    remove_leftovers(run_dir / "checkpoints")
+    remove_leftovers(run_dir / CHECKPOINTS)
 
 
 def latest(run_dir: Path) -> Path | None:
@@ -141,7 +142,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 def find_all(run_dir: Path) -> list[Path]:
     """Return the checkpoints, oldest first; a folder gets such a name only when all of it is on disk."""
-    folders = (run_dir / "checkpoints").glob("step-*")
+    folders = (run_dir / CHECKPOINTS).glob("step-*")
     return sorted(folder for folder in folders if re.fullmatch(r"step-\d{8,}", folder.name))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from common.config import Config
 from common.errors import CheckpointError, ModelError
-from common.json_file import read_object
+from common.run_dir import read_object
 from common.target_shape import default_tap_layers
 from common.weights import locate_tensors, read_tensors
 from services.drafter.folder.layouts import TARGETS_TENSORS, Content, detect, find_foreign, read_settings

@@ -1,14 +1,13 @@
 """A folder that is either complete on disk under its name, or not there at all."""
 
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from common import run_dir
 from common.errors import CheckpointError
-
-ASIDE = ".partial"  # suffix of a folder that is being written, or being removed
+from common.run_dir import ASIDE, sync
 
 
 @contextmanager
@@ -24,10 +23,10 @@ def durable_folder(folder: Path) -> Iterator[Path]:
         aside.mkdir(parents=True)
         yield aside
         for path in (*aside.iterdir(), aside):
-            _sync(path)
+            sync(path)
         old = _set_aside(folder)
         aside.rename(folder)
-        _sync(folder.parent)
+        sync(folder.parent)
         shutil.rmtree(old, ignore_errors=True)
     except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
@@ -37,14 +36,9 @@ def durable_folder(folder: Path) -> Iterator[Path]:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Replace a file inside a folder that is there already; CheckpointError if the disk refuses, and the old file stays."""
-    aside = path.with_name(path.name + ASIDE)
     try:
-        aside.write_bytes(content)
-        _sync(aside)
-        aside.rename(path)
-        _sync(path.parent)
-    except BaseException as error:
-        aside.unlink(missing_ok=True)
+        run_dir.replace_file(path, content, durable=True)
+    except OSError as error:
         _raise_disk_error(path, error)
         raise
 
@@ -69,14 +63,6 @@ def _set_aside(folder: Path) -> Path:
     if folder.exists():
         folder.rename(aside)
     return aside
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _raise_disk_error(path: Path, error: BaseException) -> None:

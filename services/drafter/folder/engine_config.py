@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from common.config import Config
 from common.errors import CheckpointError, ModelError
-from common.json_file import read_object
+from common.run_dir import read_object
 
 LayoutName = Literal["dflash", "speculators"]
 

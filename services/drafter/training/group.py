@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import FileStore
 from common.actor import faults
 from common.actor.lifecycle import Actor
 from common.device.copy_stream import mark_computation
+from common.run_dir import RENDEZVOUS
 
 _FORMING_TIMEOUT_S = 30
 _INCARNATION_TIMEOUT_S = 60
@@ -167,7 +168,7 @@ class Group:
         time.sleep(_POLL_S)
 
     def _form(self) -> None:
-        meeting = self._actor.run_dir / "rendezvous"
+        meeting = self._actor.run_dir / RENDEZVOUS
         meeting.mkdir(exist_ok=True)
         store = FileStore(str(meeting / f"group-{self._incarnation}"), self._size)
         store.set_timeout(timedelta(seconds=_FORMING_TIMEOUT_S))

@@ -12,7 +12,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from common.json_file import write_json
+from common.run_dir import QUARANTINE, write_json
 from services.drafter.kernels.fused import fused
 from services.drafter.model.step_sums import StepSums
 
@@ -59,7 +59,7 @@ def _inspect(hidden_states: Tensor) -> Tensor:
 
 def quarantine(run_dir: Path, *, step: int, rank: int, loss: float, grad_norm: float, batches: list[QuarantinedBatch]) -> None:
     """Write the record of a step, of all ranks but for the batches; a disk error is logged and the run goes on."""
-    path = run_dir / "quarantine" / f"step-{step:08}-rank{rank}.json"
+    path = run_dir / QUARANTINE / f"step-{step:08}-rank{rank}.json"
     record = {"step": step, "rank": rank, "loss": loss, "grad_norm": grad_norm, "batches": batches}
     try:
         path.parent.mkdir(exist_ok=True)

@@ -8,6 +8,7 @@ from common.actor.messages import Welcome
 from common.config import Config
 from common.drafter_files import fingerprint_drafter
 from common.errors import CheckpointError, DamagedCheckpointError
+from common.run_dir import EXPORT
 from services.drafter.folder import checkpoint as checkpoints
 from services.drafter.folder.checkpoint import Checkpoint
 from services.drafter.folder.drafter_folder import read_fitting_drafter
@@ -123,4 +124,4 @@ class Checkpointer:
         """Write `<run>/export`."""
         if self._writes:
             weights, step = optimizer.master_weights(), optimizer.num_steps
-            export(self._run_dir / "export", self._config, weights, step, run.evaluation_of(step))
+            export(self._run_dir / EXPORT, self._config, weights, step, run.evaluation_of(step))

@@ -13,6 +13,7 @@ from common.actor.messages import BatchInfo
 from common.config import Config
 from common.device.stopwatch import Stopwatch
 from common.errors import TrainingDivergedError
+from common.run_dir import PROFILE, QUARANTINE
 from services.drafter.model.anchors import choose_blocks
 from services.drafter.model.batch import PackedBatch
 from services.drafter.model.flops import batch_flops
@@ -56,7 +57,7 @@ class Trainer:
         self._group = group
         self._fetcher = fetcher
         self._metrics = MetricsReadback(state.device, len(state.optimizer.gradients.sums.values), config.accumulation)
-        self._profiler = StepProfiler(actor.run_dir / "profile" / f"{actor.name}.json", config.train.profile_steps)
+        self._profiler = StepProfiler(actor.run_dir / PROFILE / f"{actor.name}.json", config.train.profile_steps)
         self._waited_s = 0.0
         self._stop_requested = False  # by any rank, so all know it at the same step
 
@@ -242,5 +243,5 @@ class Trainer:
         if self._run.num_skipped > train.max_nonfinite_steps:
             raise TrainingDivergedError(
                 f"step {metrics.step}: {self._run.num_skipped} steps in a row had a loss or gradient that is not finite "
-                f"(train.max_nonfinite_steps = {train.max_nonfinite_steps}); see {self._actor.run_dir / 'quarantine'}"
+                f"(train.max_nonfinite_steps = {train.max_nonfinite_steps}); see {self._actor.run_dir / QUARANTINE}"
             )

@@ -185,7 +185,7 @@ def test_only_a_sealed_slot_is_announced(layout: Layout) -> None:
     assert RingReader(fd, make_layout(layout), NUM_SLOTS).open(1).header.generation == 7
     os.close(fd)
     makers = [path for room in ("common", "services") for path in (ROOT / room).rglob("*.py") if makes_slot_ready(path)]
-    assert makers == [ROOT / "common" / "ring.py"]
+    assert makers == [ROOT / "common" / "ring" / "ring.py"]
 
 
 def makes_slot_ready(path: Path) -> bool:

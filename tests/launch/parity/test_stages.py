@@ -19,7 +19,7 @@ from services.drafter.model import step as step_module
 from services.drafter.model.batch import Ints
 from services.drafter.model.visibility import BlockAnchors, key_runs
 from services.target import model as target_module
-from services.target.capture import Capture
+from services.target.model import Capture
 from tests.builders.parity_runs import make_run
 
 

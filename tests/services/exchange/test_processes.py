@@ -25,7 +25,7 @@ BATCHES_BETWEEN_KILLS = 7
 
 
 def expected_record(run: ProcessRun, rank: int) -> list[tuple[int, int]]:
-    """What an undisturbed rank takes."""
+    """Return the batches and steps of an undisturbed rank."""
     lengths = {kind: Dataset.open(run.run_dir / kind).lengths for kind in ("train", "eval")}
     plan = Plan(run.config, lengths["train"], lengths["eval"])
     record = []
@@ -40,14 +40,14 @@ def expected_record(run: ProcessRun, rank: int) -> list[tuple[int, int]]:
 def test_every_batch_is_taken_once_and_in_order_though_anybody_is_killed_at_any_time(tmp_path: Path) -> None:
     rng = random.Random(5)
     with ProcessRun(tmp_path, num_samples=120, epochs=2) as run:
-        places = [(role, index) for role in ("target", "drafter") for index in range(2)]
-        for role, index in places:
+        actors = [(role, index) for role in ("target", "drafter") for index in range(2)]
+        for role, index in actors:
             run.start(role, index)
         run.wait_until_ready()
         for number in range(NUM_KILLS):
             run.wait_until_taken(number * BATCHES_BETWEEN_KILLS)
             time.sleep(rng.random() * 0.02)
-            alive = [place for place in places if run.actors[place].is_alive()]
+            alive = [actor for actor in actors if run.actors[actor].is_alive()]
             run.kill(*(("exchange", 0) if number % 7 == 3 else rng.choice(alive)))
         drafters = [run.actors["drafter", rank] for rank in range(2)]
         for drafter in drafters:
@@ -92,7 +92,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessRun]:
         ([messages.encode({"id": 5, "sender": 1})], "undecodable"),
         ([messages.encode({"id": 5, "sender": ["target", 0, 1, 1], "body": {"type": "Dance"}})], "undecodable"),
         ([messages.encode(Request(5, WHO, Hello(99)))], "needed protocol version 1, found 99"),
-        ([messages.encode(Request(5, Incarnation("target", 9, 1, 1), Hello(1)))], "needed a target below 2, found 9"),
+        ([messages.encode(Request(5, Incarnation("target", 9, 1, 1), Hello(1)))], "needed a target from 0 to 1, found 9"),
         ([messages.encode(Request(5, Incarnation("cook", 0, 1, 1), Hello(1)))], "needed to come from target or drafter"),
     ],
 )

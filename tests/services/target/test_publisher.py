@@ -110,7 +110,7 @@ class SmallTarget:
         self.publisher = Publisher(actor, writer, stagings, health, self.device, PLAN_HASH)
 
     def send(self, lease: Lease, rows: TargetRows, taps: list[torch.Tensor]) -> None:
-        """What the service does with a batch, with given taps instead of a forward."""
+        """Send a batch as the service does, with given taps instead of a forward."""
         staging = self.publisher.take_staging(lease)
         staging.upload(rows)
         for tap_index, tap in enumerate(taps):
@@ -181,7 +181,7 @@ def _lease(slot: int, generation: int) -> Lease:
 
 
 def _make_batch(config: Config, lengths: list[int], seed: int, device: str) -> tuple[TargetRows, list[torch.Tensor]]:
-    """Rows of random tokens and one random tap [B, S, H] per tapped layer."""
+    """Make rows of random tokens and one random tap [B, S, H] per tapped layer."""
     random = np.random.default_rng(seed)
     tokens = [random.integers(0, 60, length).astype(np.int32) for length in lengths]
     rows = make_rows(tokens, [np.ones(length, np.uint8) for length in lengths], [3, 4], max(lengths))
