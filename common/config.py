@@ -1,23 +1,25 @@
-"""The configuration of a run: every key, its type, its default and its limits, in one place.
+"""The settings of a run: every key with its type, default, bounds and meaning, and the combinations that are refused.
 
-A person writes TOML; `load` checks it and `launch.start_all` writes the result to
-`<run>/config.json`, which is all that the other processes read (`read`).
+A person writes TOML; `load` checks it and completes it from the target's folder, and `launch.start_all` writes the
+result to `<run>/config.json`, which is all that the other processes read (`read`). `python -m launch.settings` prints the
+reference, made from the fields below and their comments.
 """
 
-import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from common.errors import ConfigError
-from common.json_file import write_json
-from common.limits import check
+from common.run_dir import CONFIG, read_object, write_json
 from common.target_limits import refuse_quantized, refuse_scaled_embedding, refuse_special_mask
 from common.target_shape import TargetShape, default_tap_layers, read_target_shape
+from common.typed_toml import Count, Device, Natural, NonNegative, Positive, Share, convert, override, read_toml
 
 DType = Literal["float32", "bfloat16"]
 LayerType = Literal["full_attention", "sliding_attention"]
+_AS_TARGET = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")  # where 0 in [draft]
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -28,45 +30,44 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     """The frozen target."""
 
     path: str  # a folder with config.json, and with safetensors unless random_init
-    random_init: bool = False  # weights made from the seed instead of read from the folder
+    random_init: bool = False  # make the weights from the seed instead of reading them from the folder
     dtype: DType = "bfloat16"  # of the target's forward
 
 
 class DraftConfig(Section, frozen=True, kw_only=True):
-    """The draft model; 0 and [] mean "as the target" or "by the rule"."""
+    """The draft model. 0 and [] are completed from the target's config.json, as the description says."""
 
-    num_layers: int = 5
-    block_size: int = 16
-    mask_token_id: int  # a vocabulary id that text never contains, never bos, eos or pad
-    tap_layers: list[int] = []  # zero-based decoder layers of the target
-    layer_types: list[LayerType] = []  # [] means full attention everywhere
-    sliding_window: int = 0
-    num_attention_heads: int = 0
-    num_key_value_heads: int = 0
-    head_dim: int = 0
-    intermediate_size: int = 0
+    num_layers: Count = 5  # decoder layers of the draft model
+    block_size: Annotated[int, Meta(ge=2)] = 16  # tokens of a block: the anchor and the drafted ones
+    mask_token_id: Natural  # a vocabulary id that text never contains, never bos, eos or pad
+    tap_layers: list[Natural] = []  # zero-based decoder layers of the target, ascending; [] means evenly spread ones
+    layer_types: list[LayerType] = []  # one per layer; [] means full attention everywhere
+    sliding_window: Natural = 0  # tokens that a sliding_attention layer sees
+    num_attention_heads: Natural = 0  # 0 means as the target
+    num_key_value_heads: Natural = 0  # 0 means as the target
+    head_dim: Natural = 0  # 0 means as the target
+    intermediate_size: Natural = 0  # 0 means as the target
     dtype: DType = "bfloat16"  # of the weights in the step; the master weights are float32
     init: str = ""  # a drafter folder of any known layout to begin from; "" means random weights
     init_fingerprint: str = ""  # of the files in it: filled in by start_all, never by a person
 
 
 class SyntheticConfig(Section, frozen=True, kw_only=True):
-    """Made-up data: random periodic token sequences, written into the run directory."""
+    """Random periodic token sequences, written into the run directory."""
 
-    num_samples: int
-    num_eval_samples: int
-    min_length: int
-    max_length: int
+    num_samples: Count  # for training
+    num_eval_samples: Count  # held out
+    min_length: Annotated[int, Meta(ge=2)]  # tokens of the shortest sample
+    max_length: Count  # tokens of the longest sample
 
 
 class DataConfig(Section, frozen=True, kw_only=True):
-    """Prepared data sets (see launch.prepare)."""
+    """Prepared data sets (see launch.prepare), or made-up data."""
 
-    path: str = ""
-    eval_path: str = ""  # "" means no evaluation, unless eval_paths names sets
-    eval_paths: dict[str, str] = {}  # instead of it, several: name -> folder; acceptance is told apart by name
-    skip_damaged: bool = False  # check every file at the start and leave out the rows that are damaged
-    synthetic: SyntheticConfig | None = None  # instead of all paths
+    path: str = ""  # folder of the training set
+    eval_path: str = ""  # folder of the held-out set; "" means no evaluation, unless eval_paths names sets
+    eval_paths: dict[str, str] = {}  # several held-out sets instead, name = folder; acceptance is reported for each
+    synthetic: SyntheticConfig | None = None  # made-up data instead of all paths
 
     @property
     def eval_sets(self) -> dict[str, str]:
@@ -77,26 +78,26 @@ class DataConfig(Section, frozen=True, kw_only=True):
 class PlanConfig(Section, frozen=True, kw_only=True):
     """Which samples make which batch; part of the identity of a run."""
 
-    bucket_lengths: list[int]  # upper bounds in tokens, ascending
-    max_tokens_per_batch: int  # also the capacity of a slot
-    max_samples_per_batch: int = 64
-    batches_per_step: int  # over all drafters; accumulation is batches_per_step / drafters
-    epochs: int = 1
+    bucket_lengths: Annotated[list[Count], Meta(min_length=1)]  # upper bounds in tokens, ascending
+    max_tokens_per_batch: Count  # with padding; also the capacity of a slot
+    max_samples_per_batch: Annotated[int, Meta(ge=1, le=4096)] = 64  # rows of a batch at most
+    batches_per_step: Count  # over all drafters; accumulation is batches_per_step / drafters
+    epochs: Count = 1  # passes over the training set
 
 
 class RingConfig(Section, frozen=True, kw_only=True):
     """The shared-memory ring of each target."""
 
-    num_slots: int = 4
-    layout: Literal["packed", "split"] = "packed"
+    num_slots: Count = 4  # batches that a target can be ahead
+    layout: Literal["packed", "split"] = "packed"  # of the hidden states of T tokens and K taps: [T, K, H] or [K, T, H]
     dtype: DType = "bfloat16"  # of the hidden states in transit
 
 
 class ActorsConfig(Section, frozen=True, kw_only=True):
     """One process per entry of `devices`."""
 
-    devices: list[str]
-    num_threads: int = 1
+    devices: Annotated[list[Device], Meta(min_length=1)]  # one process on each; a device may be named again
+    num_threads: Count = 1  # of torch, in each process
 
 
 class TargetsConfig(ActorsConfig, frozen=True, kw_only=True):
@@ -108,51 +109,51 @@ class TargetsConfig(ActorsConfig, frozen=True, kw_only=True):
 class TrainConfig(Section, frozen=True, kw_only=True):
     """Loss, anchors and optimizer."""
 
-    learning_rate: float = 6e-4
-    warmup_ratio: float = 0.04
-    max_grad_norm: float = 1.0
-    weight_decay: float = 0.0
-    loss: Literal["decay", "dpace"] = "decay"  # how the slots of a block are weighted
-    decay_gamma: float = 7.0  # of "decay": weight of slot k is exp(-(k - 1) / gamma)
+    learning_rate: NonNegative = 6e-4  # the highest, after warm-up; decays by a cosine
+    warmup_ratio: Share = 0.04  # share of the steps in which the learning rate rises
+    max_grad_norm: Positive = 1.0  # gradients are scaled down to it
+    weight_decay: NonNegative = 0.0  # of AdamW
+    loss: Literal["decay", "dpace"] = "decay"  # weights of the slots of a block
+    decay_gamma: Positive = 7.0  # of "decay": the weight of slot k is exp(-(k - 1) / gamma)
     contiguous_prefix: bool = True  # labels of a block end at its first token that is not supervised
-    anchors_per_document: int = 512
-    anchors_per_batch: int = 4096  # blocks of a batch at most; launch.balance finds the number that balances both sides
-    head: Literal["exact", "fp8_logits", "fp8"] = "exact"  # of the loss: products as draft.dtype, the first in FP8, or both
-    noise: Literal["off", "uniform", "gaussian"] = "off"
-    noise_scale: float = 0.05
-    max_nonfinite_steps: int = 5  # in a row; one more ends the run
-    profile_steps: list[int] = []  # [first, last]: traced with torch.profiler, on every drafter
+    anchors_per_document: Count = 512  # blocks of a sample at most
+    anchors_per_batch: Count = 4096  # blocks of a batch at most; launch.balance finds the number that balances both sides
+    head: Literal["exact", "fp8_logits", "fp8"] = "exact"  # products of the loss: as draft.dtype, the first in FP8, or both
+    noise: Literal["off", "uniform", "gaussian"] = "off"  # added to the hidden states
+    noise_scale: NonNegative = 0.05  # half width or standard deviation of the noise
+    max_nonfinite_steps: Natural = 5  # skipped in a row; one more ends the run
+    profile_steps: list[Count] = []  # [first, last]: traced with torch.profiler, on every drafter
 
 
 class EvaluationConfig(Section, frozen=True, kw_only=True):
     """Exact greedy acceptance on the evaluation set, before step 1 and after the last step."""
 
-    every_steps: int = 0  # and after every so many steps; 0 means only first and last
+    every_steps: Natural = 0  # and after every so many steps; 0 means only first and last
 
 
 class CheckpointConfig(Section, frozen=True, kw_only=True):
     """When the drafters save; they also save after the last step and when stopped."""
 
-    every_steps: int = 500
-    keep: int = 2  # the newest, beside the best
+    every_steps: Count = 500  # optimizer steps between two checkpoints
+    keep: Count = 2  # the newest, beside the best
 
 
 class SupervisionConfig(Section, frozen=True, kw_only=True):
     """When an actor is restarted, and when the run gives up."""
 
-    max_restarts: int = 5  # per actor within the window
-    window_s: float = 60.0
-    max_deaths_without_progress: int = 3  # in a row, of one actor, with no new batch or step between them
-    backoff_s: float = 0.5  # doubled with every restart in the window
-    ready_timeout_s: float = 900.0  # from start to ready: loading and warm-up
-    stall_timeout_s: float = 300.0  # no progress for longer: dumped, killed, restarted
-    stop_timeout_s: float = 60.0  # from a stop request to the kill
+    max_restarts: Natural = 5  # per actor within the window
+    window_s: Positive = 60.0  # length of the window
+    max_deaths_without_progress: Count = 3  # in a row, of one actor, with no new batch or step between them
+    backoff_s: NonNegative = 0.5  # pause before a restart, doubled with every restart in the window
+    ready_timeout_s: Positive = 900.0  # from start to ready: loading and warm-up
+    stall_timeout_s: Positive = 300.0  # no progress for longer: stacks dumped, killed, restarted
+    stop_timeout_s: NonNegative = 60.0  # from a stop request to the kill
 
 
 class Config(Section, frozen=True, kw_only=True):
-    """A whole run. `target_shape` is filled in by `load`, never by a person."""
+    """A whole run."""
 
-    seed: int = 0
+    seed: Natural = 0  # of the plan, the anchors, the noise and all random weights
     model: ModelConfig
     draft: DraftConfig
     data: DataConfig
@@ -164,7 +165,7 @@ class Config(Section, frozen=True, kw_only=True):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     supervision: SupervisionConfig = SupervisionConfig()
-    target_shape: TargetShape | None = None
+    target_shape: TargetShape | None = None  # filled in by `load`, never by a person
 
     @property
     def shape(self) -> TargetShape:
@@ -179,7 +180,6 @@ class Config(Section, frozen=True, kw_only=True):
 
     @property
     def num_targets(self) -> int:
-        """Number of target processes, and of rings."""
         return len(self.targets.devices)
 
     @property
@@ -194,96 +194,105 @@ class Config(Section, frozen=True, kw_only=True):
 
 
 def load(path: Path, overrides: list[str], stand_in: Path | None = None) -> Config:
-    """Read a TOML file, apply `key=value` overrides, check everything, fill in the defaults.
+    """Read a TOML file, apply `key=value` overrides in their order, check everything, fill in the defaults.
 
-    Args:
-        path: of the TOML file.
-        overrides: applied in their order, so the last one wins.
-        stand_in: a folder whose config.json is read instead where model.path does not exist.
+    Where the folder model.path does not exist, config.json of the folder `stand_in` is read instead, if there is one.
 
     Raises:
         ConfigError: the file, a key or a combination of keys is wrong; the message names the key.
         ModelError: the target's folder is missing, or is of a kind that cannot be trained for.
     """
-    try:
-        tree = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not TOML: {error}") from error
-    for override in overrides:
-        _apply_override(tree, override)
-    if "target_shape" in tree:
-        raise ConfigError(f"{path}: target_shape is read from the model folder, not set")
-    try:
-        config = msgspec.convert(tree, Config)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {_name_the_key(str(error))}") from error
-    if config.draft.init_fingerprint:
-        raise ConfigError(f"{path}: draft.init_fingerprint is made from draft.init, not set")
+    tree = read_toml(path)
+    for text in overrides:
+        override(tree, text)
+    config = convert(tree, Config)
+    _need(config.target_shape is None, "target_shape", "to be left to model.path", "a value")
+    _need(not config.draft.init_fingerprint, "draft.init_fingerprint", "to be left to draft.init", "a value")
     folder = Path(config.model.path).expanduser()
     if stand_in is not None and not folder.exists():
         folder = stand_in
-    config = _fill_in(config, folder)
-    check(config)
-    _check_target(config, folder)
+    config = _complete(config, read_target_shape(folder))
+    _check(config)
+    if not config.model.random_init:
+        refuse_quantized(folder)
+    refuse_scaled_embedding(folder)
+    refuse_special_mask(folder, config.draft.mask_token_id)
     return config
 
 
 def read(run_dir: Path) -> Config:
     """Read `<run>/config.json` as `write` left it."""
-    path = run_dir / "config.json"
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Config)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{path}: {_name_the_key(str(error))}") from error
+    path = run_dir / CONFIG
+    tree = read_object(path, ConfigError)
+    if isinstance(tree.get("data"), dict):
+        tree["data"].pop("skip_damaged", None)  # a key of earlier versions; other rows would give another plan hash
+    return convert(tree, Config, prefix=f"{path}: ")
 
 
 def write(config: Config, run_dir: Path) -> None:
-    """Write `<run>/config.json` in one piece."""
-    write_json(run_dir / "config.json", config)
+    write_json(run_dir / CONFIG, config)
 
 
-def _apply_override(tree: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"--set {override}: needed key=value, such as ring.num_slots=8")
-    try:
-        value: Any = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text  # a bare word is a string
-    *tables, name = key.split(".")
-    for table in tables:
-        tree = tree.setdefault(table, {})
-        if not isinstance(tree, dict):
-            raise ConfigError(f"--set {override}: {table} is a value, not a table")
-    tree[name] = value
-
-
-def _name_the_key(message: str) -> str:
-    """msgspec writes the place as `$.ring.num_slots`; people write `ring.num_slots`."""
-    return message.replace("`$.", "`").replace("- at `$`", "at the top level").replace(" - at", " at")
-
-
-def _check_target(config: Config, folder: Path) -> None:
-    if not config.model.random_init:
-        refuse_quantized(folder)
-    refuse_scaled_embedding(folder)
-    refuse_special_mask(folder, config.draft.mask_token_id)
-
-
-def _fill_in(config: Config, folder: Path) -> Config:
-    shape = read_target_shape(folder)
+def _complete(config: Config, shape: TargetShape) -> Config:
     draft = config.draft
     draft = msgspec.structs.replace(
         draft,
         tap_layers=draft.tap_layers or default_tap_layers(shape.num_hidden_layers, draft.num_layers),
         layer_types=draft.layer_types or ["full_attention"] * draft.num_layers,
-        num_attention_heads=draft.num_attention_heads or shape.num_attention_heads,
-        num_key_value_heads=draft.num_key_value_heads or shape.num_key_value_heads,
-        head_dim=draft.head_dim or shape.head_dim,
-        intermediate_size=draft.intermediate_size or shape.intermediate_size,
+        **{name: getattr(draft, name) or getattr(shape, name) for name in _AS_TARGET},
     )
     return msgspec.structs.replace(config, draft=draft, target_shape=shape)
+
+
+def _check(config: Config) -> None:
+    """Raise ConfigError for the first combination of settings that does not fit."""
+    _check_draft(config.draft, config.shape)
+    _check_data(config.data)
+    _check_plan(config.plan, config.num_drafters)
+    _check_train(config.train, config.plan, config.shape)
+    compiles = not config.targets.compile or "cpu" not in config.targets.devices
+    _need(compiles, "targets.compile", "false for targets on a CPU", "true")
+
+
+def _check_draft(draft: DraftConfig, shape: TargetShape) -> None:
+    taps, heads, groups = draft.tap_layers, draft.num_attention_heads, draft.num_key_value_heads
+    sliding = "sliding_attention" in draft.layer_types
+    known = draft.mask_token_id < shape.vocab_size
+    _need(known, "draft.mask_token_id", f"an id below the vocabulary size {shape.vocab_size}", draft.mask_token_id)
+    ascending = taps == sorted(set(taps)) and taps[-1] < shape.num_hidden_layers
+    _need(ascending, "draft.tap_layers", f"ascending from 0 to {shape.num_hidden_layers - 1}", taps)
+    _need(len(draft.layer_types) == draft.num_layers, "draft.layer_types", f"{draft.num_layers} entries", draft.layer_types)
+    _need(not sliding or draft.sliding_window >= 1, "draft.sliding_window", "at least 1", draft.sliding_window)
+    wide = draft.intermediate_size
+    _need(wide >= 1, "draft.intermediate_size", "at least 1, for config.json of the target names none", wide)
+    _need(heads % groups == 0, "draft.num_attention_heads", f"a multiple of num_key_value_heads {groups}", heads)
+
+
+def _check_data(data: DataConfig) -> None:
+    _need(bool(data.path) != (data.synthetic is not None), "data", "either data.path or data.synthetic", "both or neither")
+    num_named = sum([bool(data.eval_path), bool(data.eval_paths), data.synthetic is not None])
+    _need(num_named <= 1, "data", "one of data.eval_path, data.eval_paths and data.synthetic", f"{num_named} of them")
+    for name, path in data.eval_paths.items():
+        _need(bool(name and path), "data.eval_paths", "names and folders", f"{name!r} = {path!r}")
+
+
+def _check_plan(plan: PlanConfig, num_drafters: int) -> None:
+    buckets, capacity = plan.bucket_lengths, plan.max_tokens_per_batch
+    _need(buckets == sorted(set(buckets)), "plan.bucket_lengths", "ascending lengths", buckets)
+    _need(capacity >= buckets[-1], "plan.max_tokens_per_batch", f"room for the longest bucket {buckets[-1]}", capacity)
+    shared = plan.batches_per_step % num_drafters == 0
+    _need(shared, "plan.batches_per_step", f"a multiple of the {num_drafters} drafters", plan.batches_per_step)
+
+
+def _check_train(train: TrainConfig, plan: PlanConfig, shape: TargetShape) -> None:
+    samples, window = plan.max_samples_per_batch, train.profile_steps
+    fits = train.anchors_per_batch >= samples
+    _need(fits, "train.anchors_per_batch", f"at least plan.max_samples_per_batch {samples}", train.anchors_per_batch)
+    divisible = shape.vocab_size % 16 == shape.hidden_size % 16 == 0
+    _need(train.head == "exact" or divisible, "train.head", "vocabulary and hidden size divisible by 16 for fp8", train.head)
+    _need(not window or (len(window) == 2 and window[0] <= window[1]), "train.profile_steps", "[first, last]", window)
+
+
+def _need(holds: bool, key: str, needed: str, found: object) -> None:
+    if not holds:
+        raise ConfigError(f"{key}: needed {needed}, found {found}")

@@ -14,16 +14,16 @@ import tempfile
 import time
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import torch
 
 from common.actor.messages import BatchShape
 from common.config import Config, load
 from common.device.memory import take_device
-from common.errors import HeadraceError
 from common.ring.layout import SlotLayout
+from launch.arguments import run_command
 from launch.data.synthetic import write_synthetic
+from launch.operate.run_config import resolve
 from services.drafter.model.frozen import load_embedding_and_head
 from services.drafter.model.loss import loss_head
 from services.drafter.model.model import DraftModel
@@ -84,11 +84,10 @@ def balance(config: Config) -> list[str]:
         HeadraceError: model or data are missing or damaged, or a full batch does not fit into the memory of a device.
     """
     with tempfile.TemporaryDirectory(prefix="headrace-balance-") as folder:
+        config = resolve(config, Path(folder))
         if config.data.synthetic is not None:
             write_synthetic(config, Path(folder) / "data")
-            data = msgspec.structs.replace(config.data, path=str(Path(folder) / "data" / "train"), synthetic=None)
-            config = msgspec.structs.replace(config, data=data)
-        plan, _ = read_run_data(config, Path(folder)).plan(config)
+        plan, _ = read_run_data(config.data).plan(config)
     speed = measure_target(config, plan)
     gc.collect()
     torch.cuda.empty_cache()
@@ -110,18 +109,16 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def _balance(options: argparse.Namespace) -> None:
+    print("\n".join(balance(load(options.config, options.overrides))))
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Read the command line, measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file")
     parser.add_argument("--set", dest="overrides", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
-    options = parser.parse_args(arguments)
-    try:
-        print("\n".join(balance(load(options.config, options.overrides))))
-    except HeadraceError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(_balance, parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

@@ -1,23 +1,22 @@
-"""`python -m launch.control [RUN] COMMAND`: see and steer a run.
+"""See and steer a run: `python -m launch.control [RUN] COMMAND`. It answers also when actors hang.
 
-    status [--json]   how it is
+    status [--json]   the state of the run
     top               the same, live, until Ctrl-C or the end of the run
     restart NAME      end an actor in good order and start it again; loses nothing
     kill NAME         the same by SIGKILL
     stop              as Ctrl-C at start_all: drafters save; a second one ends the run at once
-    logs NAME [-f]    what an actor printed; -f: the end of it, and what is still to come
-    stack NAME        where an actor is
+    logs NAME [-f]    the output of an actor; -f: the end of it, and new lines as they come
+    stack NAME        the stack of every thread of an actor, which also go to its log
 
-RUN, the run directory, may be left out where one run of yours is alive. It answers also when actors hang.
+RUN, the run directory, may be left out where exactly one run in ./runs is alive.
 Exit codes: 0 done, 1 refused or no answer, 2 no such run.
 """
 
 import argparse
 import os
 import signal
-import subprocess
+import socket
 import sys
-import sysconfig
 import time
 from pathlib import Path
 
@@ -26,26 +25,27 @@ import zmq
 from rich.console import Console
 from rich.live import Live
 
+from common import wire
+from common.errors import HeadraceError
 from common.run_dir import control_path, log_path, report_path
-from launch.alive_runs import find_alive_runs
+from launch.arguments import EXIT_DONE, EXIT_FAILED, make_parser, run_command
 from launch.operate import control_messages
 from launch.operate.control_messages import Accepted, GetStatus, Kill, Refused, Reply, Request, Restart, RunStatus, Stop
 from launch.operate.dashboard import render
 from launch.operate.log_file import follow, last_lines
 
-EXIT_DONE, EXIT_REFUSED, EXIT_NO_RUN = 0, 1, 2
+RUNS = Path("runs")  # where start_all puts a run without --run-dir
 _ANSWER_S = 5.0
 _TOP_S = 1.0
-_STACK_S = 10.0
 _NUM_FOLLOWED_LINES = 20
-_WIDTH = 160  # where nobody's terminal sets one
+_WIDTH = 160  # where the output is no terminal
 
 
-class _NoRunError(Exception):
-    """There is no such run, or more than one."""
+class NoRunError(HeadraceError):
+    """No such run, or more than one."""
 
 
-class _NoAnswerError(Exception):
+class NoAnswerError(HeadraceError):
     """The supervisor refused, or did not answer."""
 
 
@@ -60,50 +60,149 @@ class Operator:
         self._socket.connect(f"ipc://{control_path(run_dir)}")
 
     def ask(self, request: Request) -> Reply:
-        """Raises _NoAnswerError where the supervisor refuses or is silent."""
-        self._socket.send(control_messages.encode(request))
+        """Return the answer; NoAnswerError where the supervisor refuses or is silent."""
+        self._socket.send(wire.encode(request))
         if not self._socket.poll(int(_ANSWER_S * 1000)):
-            raise _NoAnswerError(f"{self._run_dir}: no answer from its supervisor within {_ANSWER_S:g} s")
+            raise NoAnswerError(f"{self._run_dir}: no answer from its supervisor within {_ANSWER_S:g} s")
         reply = control_messages.decode_reply(self._socket.recv())
         if isinstance(reply, Refused):
-            raise _NoAnswerError(reply.reason)
+            raise NoAnswerError(reply.reason)
         return reply
 
     def status(self) -> RunStatus:
-        """How the run is."""
+        """Return the state of the run."""
         reply = self.ask(GetStatus())
         assert isinstance(reply, RunStatus), reply
         return reply
 
     def close(self) -> None:
-        """Hang up."""
+        """End the conversation."""
         self._context.destroy(linger=0)
 
 
-def main(arguments: list[str]) -> int:
-    """Parse, find the run, do one thing."""
-    args = _parse(arguments)
-    try:
-        if args.command == "logs":
-            return _logs(_find_run(args.run), args.name, args.follow)
-        run_dir = _find_run(args.run)
-        if not control_path(run_dir).exists():
-            raise _NoRunError(f"{run_dir}: needed a run that is alive, found no {control_path(run_dir).name}")
-        return _converse(Operator(run_dir), run_dir, args)
-    except _NoRunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_NO_RUN
-    except _NoAnswerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_REFUSED
-    except KeyboardInterrupt:
+def control(options: argparse.Namespace) -> int:
+    """Find the run and do one thing."""
+    if options.command == "logs":
+        _logs(_find_run(options.run), options.name, options.follow)
         return EXIT_DONE
+    run_dir = _find_run(options.run)
+    if not is_alive(run_dir):
+        raise NoRunError(f"{run_dir}: needed a run that is alive, found nobody at {control_path(run_dir).name}")
+    operator = Operator(run_dir)
+    try:
+        _converse(operator, run_dir, options)
+    except NoAnswerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    finally:
+        operator.close()
+    return EXIT_DONE
+
+
+def is_alive(run_dir: Path) -> bool:
+    """Return whether the supervisor of a run takes connections; a socket left by a killed one does not."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(control_path(run_dir)))
+        except OSError:
+            return False
+    return True
+
+
+def _find_run(named: Path | None) -> Path:
+    if named is not None:
+        if not named.is_dir():
+            raise NoRunError(f"{named}: needed a run directory, found none")
+        return named.absolute()
+    alive = sorted(path.parent.absolute() for path in RUNS.glob("*/control.sock") if is_alive(path.parent))
+    if len(alive) != 1:
+        listed = "".join(f"\n  {run}" for run in alive)
+        raise NoRunError(f"needed RUN or exactly one run that is alive in {RUNS}, found {len(alive)}{listed}")
+    return alive[0]
+
+
+def _converse(operator: Operator, run_dir: Path, options: argparse.Namespace) -> None:
+    match options.command:
+        case "status":
+            _show(operator.status(), as_json=options.json)
+        case "top":
+            _top(operator, run_dir)
+        case "stack":
+            _stack(operator, run_dir, options.name)
+        case "stop":
+            _steer(operator, Stop())
+        case "restart":
+            _steer(operator, Restart(options.name))
+        case "kill":
+            _steer(operator, Kill(options.name))
+
+
+def _steer(operator: Operator, request: Request) -> None:
+    reply = operator.ask(request)
+    assert isinstance(reply, Accepted), reply
+    print(reply.what)
+
+
+def _show(status: RunStatus, *, as_json: bool) -> None:
+    if as_json:
+        print(msgspec.json.encode(status).decode())
+    else:
+        Console(width=None if sys.stdout.isatty() else _WIDTH).print(render(status))
+
+
+def _top(operator: Operator, run_dir: Path) -> None:
+    """Show the state every second, until Ctrl-C or the end of the run."""
+    try:
+        with Live(render(operator.status()), auto_refresh=False, screen=False) as live:
+            while True:
+                time.sleep(_TOP_S)
+                live.update(render(operator.status()), refresh=True)
+    except KeyboardInterrupt:
+        return
+    except NoAnswerError:
+        if not report_path(run_dir).exists():  # written when the run has ended
+            raise
+
+
+def _logs(run_dir: Path, name: str, is_followed: bool) -> None:
+    path = log_path(run_dir, name)
+    if not path.exists():
+        names = ", ".join(sorted(log.stem for log in path.parent.glob("*.log")))
+        raise NoRunError(f"{path}: needed a log of one of {names or 'no actor yet'}, found none")
+    if not is_followed:
+        sys.stdout.write(path.read_text(errors="replace"))
+        return
+    position = path.stat().st_size
+    print("\n".join(last_lines(path, _NUM_FOLLOWED_LINES)), flush=True)
+    try:
+        for text in follow(path, position):
+            print(text, end="", flush=True)
+    except KeyboardInterrupt:
+        return
+
+
+def _stack(operator: Operator, run_dir: Path, name: str) -> None:
+    """Let an actor write its stacks to its log (common/actor/lifecycle.py), and print them from there."""
+    pids = {actor.name: actor.pid for actor in operator.status().actors}
+    if name not in pids:
+        raise NoAnswerError(f"needed one of {', '.join(pids)}, found {name!r}")
+    pid, log = pids[name], log_path(run_dir, name)
+    if pid is None:
+        raise NoAnswerError(f"{name} is down")
+    position, deadline = log.stat().st_size, time.monotonic() + _ANSWER_S
+    os.kill(pid, signal.SIGUSR1)
+    seen = ""
+    for text in follow(log, position):
+        print(text, end="")
+        seen += text
+        if (seen and not text) or time.monotonic() > deadline:
+            break
+    if not seen:
+        raise NoAnswerError(f"{name} wrote nothing to {log} within {_ANSWER_S:g} s: it starts, or is stopped by a signal")
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m launch.control [RUN]", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("control [RUN]", __doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("status").add_argument("--json", action="store_true", help="one JSON object")
     commands.add_parser("top")
@@ -114,119 +213,15 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     logs.add_argument("name", metavar="NAME")
     logs.add_argument("-f", dest="follow", action="store_true")
     names_run = bool(arguments) and not arguments[0].startswith("-") and arguments[0] not in commands.choices
-    args = parser.parse_args(arguments[1:] if names_run else arguments)
-    args.run = Path(arguments[0]) if names_run else None
-    return args
+    options = parser.parse_args(arguments[1:] if names_run else arguments)
+    options.run = Path(arguments[0]) if names_run else None
+    return options
 
 
-def _find_run(named: Path | None) -> Path:
-    if named is not None:
-        if not named.is_dir():
-            raise _NoRunError(f"{named}: needed a run directory, found none")
-        return named.absolute()
-    alive = find_alive_runs()
-    if len(alive) != 1:
-        listed = "".join(f"\n  {run}" for run in alive)
-        raise _NoRunError(f"needed RUN or exactly one run that is alive, found {len(alive)}{listed}")
-    return alive[0]
-
-
-def _converse(operator: Operator, run_dir: Path, args: argparse.Namespace) -> int:
-    try:
-        match args.command:
-            case "status":
-                _show(operator.status(), as_json=args.json)
-            case "top":
-                _top(operator, run_dir)
-            case "stack":
-                return _stack(operator, run_dir, args.name)
-            case _:
-                _steer(operator, args)
-        return EXIT_DONE
-    finally:
-        operator.close()
-
-
-def _steer(operator: Operator, args: argparse.Namespace) -> None:
-    request = Stop() if args.command == "stop" else (Restart if args.command == "restart" else Kill)(args.name)
-    reply = operator.ask(request)
-    assert isinstance(reply, Accepted), reply
-    print(reply.what)
-
-
-def _show(status: RunStatus, *, as_json: bool) -> None:
-    if as_json:
-        print(msgspec.json.encode(status).decode())
-    else:
-        console = Console(width=None if sys.stdout.isatty() else _WIDTH)
-        console.print(render(status))
-
-
-def _top(operator: Operator, run_dir: Path) -> None:
-    with Live(render(operator.status()), auto_refresh=False, screen=False) as live:
-        while True:
-            time.sleep(_TOP_S)
-            try:
-                live.update(render(operator.status()), refresh=True)
-            except _NoAnswerError:
-                if report_path(run_dir).exists():  # it has ended
-                    return
-                raise
-
-
-def _logs(run_dir: Path, name: str, following: bool) -> int:
-    path = log_path(run_dir, name)
-    if not path.exists():
-        names = ", ".join(sorted(log.stem for log in path.parent.glob("*.log")))
-        raise _NoRunError(f"{path}: needed a log of one of {names or 'no actor yet'}, found none")
-    if not following:
-        sys.stdout.write(path.read_text(errors="replace"))
-        return EXIT_DONE
-    position = path.stat().st_size
-    print("\n".join(last_lines(path, _NUM_FOLLOWED_LINES)), flush=True)
-    for text in follow(path, position):
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    return EXIT_DONE
-
-
-def _stack(operator: Operator, run_dir: Path, name: str) -> int:
-    """By py-spy, which needs the right to trace; else by the actor itself, into its log."""
-    actors = {actor.name: actor for actor in operator.status().actors}
-    if name not in actors:
-        raise _NoAnswerError(f"needed one of {', '.join(actors)}, found {name!r}")
-    pid = actors[name].pid
-    if pid is None:
-        raise _NoAnswerError(f"{name} is down")
-    try:
-        done = subprocess.run(
-            [Path(sysconfig.get_path("scripts")) / "py-spy", "dump", "--pid", str(pid)],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=_STACK_S,
-        )
-        print(done.stdout, end="")
-        return EXIT_DONE
-    except (OSError, subprocess.SubprocessError) as error:
-        reason = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
-        print(f"py-spy: {reason}; {name} is asked itself", file=sys.stderr)
-    return _ask_for_stack(log_path(run_dir, name), pid)
-
-
-def _ask_for_stack(log: Path, pid: int) -> int:
-    position, deadline = log.stat().st_size, time.monotonic() + _ANSWER_S
-    os.kill(pid, signal.SIGUSR1)
-    seen = ""
-    for text in follow(log, position):
-        sys.stdout.write(text)
-        seen += text
-        if (seen and not text) or time.monotonic() > deadline:
-            break
-    if not seen:
-        raise _NoAnswerError(f"nothing appeared in {log} within {_ANSWER_S:g} s: is the process stopped?")
-    return EXIT_DONE
+def main(argv: list[str] | None = None) -> int:
+    """Read the command line and do one thing."""
+    return run_command(control, _parse(sys.argv[1:] if argv is None else argv))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

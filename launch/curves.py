@@ -1,6 +1,7 @@
-"""Draws how held-out acceptance grew in a run: `python -m launch.curves RUN --out FILE.png`.
+"""Draw how held-out acceptance grew in a run: `python -m launch.curves RUN --out FILE.png`.
 
 In total with its control (another prompt's hidden states), by evaluation set and category, and by position in the block.
+Exit codes: 0 done, 2 no such run, or nothing was measured in it.
 """
 
 import argparse
@@ -14,23 +15,24 @@ from matplotlib.figure import Figure
 
 from common import config as configuration
 from common.acceptance import Evaluation
-from common.errors import DataError, HeadraceError
-from launch.operate.summary import read_series
+from common.errors import DataError
+from common.run_dir import METRICS
+from launch.arguments import make_parser, run_command
+from launch.operate.report import read_series
+
+_PER_ROUND = "tokens per verification round"
 
 
 def read_evaluations(run_dir: Path) -> list[Evaluation]:
-    """The evaluations of a run, by step.
+    """Return the evaluations of a run, by step.
 
     Raises:
         HeadraceError: no run, nothing measured in it, or metrics of another version.
     """
     _, found = read_series(run_dir, configuration.read(run_dir).num_drafters)
     if not found:
-        raise DataError(f"{run_dir / 'metrics'}: needed an evaluation, found none (see data.eval_path)")
-    try:
-        return [msgspec.convert(line, Evaluation) for line in found.values()]
-    except msgspec.ValidationError as error:
-        raise DataError(f"{run_dir / 'metrics'}: needed evaluations of this version, found: {error}") from error
+        raise DataError(f"{run_dir / METRICS}: needed an evaluation, found none (see data.eval_path)")
+    return msgspec.convert(list(found.values()), list[Evaluation])
 
 
 def draw_curves(evaluations: list[Evaluation], path: Path, title: str) -> None:
@@ -53,20 +55,20 @@ def _draw_whole(axes: Axes, evaluations: list[Evaluation]) -> None:
     axes.plot(steps, [evaluation.acceptance for evaluation in evaluations], marker=".", label="held-out")
     control = [evaluation.acceptance_other_prompt for evaluation in evaluations]
     axes.plot(steps, control, marker=".", color="gray", label="with another prompt's hidden states")
-    axes.set(title="Acceptance length", ylabel="tokens per verification round")
+    axes.set(title="Acceptance length", ylabel=_PER_ROUND)
     axes.set_ylim(bottom=1)
     axes.legend()
 
 
 def _draw_parts(axes: Axes, evaluations: list[Evaluation]) -> None:
-    """One line per set and category; a part that is there from some step on starts there."""
+    """Draw one line per set and category; a part that exists from some step on starts there."""
     series: dict[str, list[tuple[int, float]]] = {}
     for evaluation in evaluations:
         for name, found in evaluation.rows():
             series.setdefault(name, []).append((evaluation.step, found.acceptance))
     for name, points in series.items():
         axes.plot(*zip(*points, strict=True), marker=".", label=name, linewidth=1 if "/" in name else 2)
-    axes.set(title="By set and category", ylabel="tokens per verification round")
+    axes.set(title="By set and category", ylabel=_PER_ROUND)
     axes.set_ylim(bottom=1)
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)  # lines fill the frame from corner to corner
 
@@ -82,22 +84,20 @@ def _draw_positions(axes: Axes, evaluations: list[Evaluation]) -> None:
     axes.legend(ncols=1 + num_positions // 8, fontsize=8)
 
 
+def curves(options: argparse.Namespace) -> None:
+    """Draw the curves and print their ends."""
+    evaluations = read_evaluations(options.run)
+    draw_curves(evaluations, options.out, options.run.absolute().name)
+    ends = [f"{evaluation.acceptance:.3f} at step {evaluation.step}" for evaluation in (evaluations[0], evaluations[-1])]
+    print(f"{options.out}: {len(evaluations)} evaluations, {ends[0]} to {ends[1]}")
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Read the command line; 0 done, 2 refused."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Read the command line and draw."""
+    parser = make_parser("curves", __doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.png")
-    arguments = parser.parse_args(argv)
-    try:
-        evaluations = read_evaluations(arguments.run)
-        draw_curves(evaluations, arguments.out, arguments.run.absolute().name)
-    except HeadraceError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    first, last = evaluations[0], evaluations[-1]
-    print(f"{arguments.out}: {len(evaluations)} evaluations, {first.acceptance:.3f} at step {first.step}", end="")
-    print(f" to {last.acceptance:.3f} at step {last.step}")
-    return 0
+    return run_command(curves, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,9 @@ from pathlib import Path
 
 from common import config
 from common.acceptance import find_best
-from common.errors import CheckpointError, HeadraceError
+from common.errors import CheckpointError
+from common.run_dir import CHECKPOINTS
+from launch.arguments import run_command
 from services.drafter.folder.checkpoint import checkpoint_folder, draft_identity, latest, load_weights
 from services.drafter.folder.engine_config import LayoutName
 from services.drafter.folder.export import export
@@ -29,11 +31,11 @@ def find_checkpoint(run_dir: Path, step: int | None, best: bool) -> Path:
     if best:
         evaluation = find_best(run_dir)
         if evaluation is None:
-            raise CheckpointError(f"{run_dir / 'checkpoints'}: needed a checkpoint with its held-out acceptance, found none")
+            raise CheckpointError(f"{run_dir / CHECKPOINTS}: needed a checkpoint with its held-out acceptance, found none")
         return checkpoint_folder(run_dir, evaluation.step)
     folder = latest(run_dir) if step is None else checkpoint_folder(run_dir, step)
     if folder is None:
-        raise CheckpointError(f"{run_dir / 'checkpoints'}: needed a checkpoint, found none")
+        raise CheckpointError(f"{run_dir / CHECKPOINTS}: needed a checkpoint, found none")
     return folder
 
 
@@ -49,6 +51,11 @@ def run(run_dir: Path, out: Path, checkpoint: Path, layout: LayoutName) -> str:
     return f"{out}: {len(weights)} tensors of step {record.step}, read back and equal"
 
 
+def _export(arguments: argparse.Namespace) -> None:
+    checkpoint = find_checkpoint(arguments.run, arguments.step, arguments.best)
+    print(run(arguments.run, arguments.out, checkpoint, arguments.format))
+
+
 def main() -> int:
     """Read the command line; 0 done, 2 refused."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -58,14 +65,7 @@ def main() -> int:
     which.add_argument("--step", type=int, metavar="N", help="optimizer step of the checkpoint")
     which.add_argument("--best", action="store_true", help="the checkpoint of the highest held-out acceptance")
     parser.add_argument("--format", choices=LAYOUTS, default="dflash", help="default: %(default)s")
-    arguments = parser.parse_args()
-    try:
-        checkpoint = find_checkpoint(arguments.run, arguments.step, arguments.best)
-        print(run(arguments.run, arguments.out, checkpoint, arguments.format))
-    except HeadraceError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(_export, parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""Shows a data set: what it holds, single rows with their supervised tokens marked, its lengths, its damage.
+"""Show a data set: its manifest and lengths, single rows with their supervised tokens marked, its damage.
 
     python -m launch.inspect DATASET
     python -m launch.inspect DATASET --row 0 --row 17
     python -m launch.inspect DATASET --verify
-    python -m launch.inspect DATASET --histogram lengths.png
 
 Supervised text stands between ⟦ and ⟧, in colour on a terminal. Text needs the tokenizer: that of the model the
 set was prepared for, or --model; without one the ids are shown.
@@ -14,45 +13,62 @@ import itertools
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
+import numpy as np
+from rich.bar import Bar
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from common.data.arrow_file import Sample
-from common.data.damage import find_damage
 from common.data.dataset import Dataset
-from common.errors import DataError, HeadraceError
+from common.errors import DataError
+from launch.arguments import run_command
 from launch.data.chat import open_tokenizer
+from launch.data.damage import find_damage
 from launch.data.rules import format_report, histogram
-from launch.histogram import draw_histogram
 
 SUPERVISED, OTHER = "bold green", "dim"
+_MAX_READ = 10_000  # samples whose masks are read
+_BAR_WIDTH = 24
 
 
 def describe(dataset: Dataset) -> str:
-    """The manifest, and the table of its preparation where there is one."""
+    """Return the manifest, and the table of its preparation where there is one."""
     manifest = dataset.manifest
     supervised = manifest.num_supervised_tokens
+    megabytes = sum(entry.num_bytes for entry in manifest.files) / 1e6
     lines = [
-        ("samples", f"{manifest.num_samples:,} in {len(manifest.files)} files of {_megabytes(dataset)}"),
+        ("samples", f"{manifest.num_samples:,} in {len(manifest.files)} files of {megabytes:,.1f} MB"),
         ("tokens", f"{manifest.num_tokens:,}, at most {manifest.max_length:,} in a sample"),
         ("supervised", "not counted" if supervised is None else f"{supervised:,} ({supervised / manifest.num_tokens:.1%})"),
         ("fingerprint", manifest.fingerprint),
-        *_flatten(manifest.source),
+        *((name, str(value)) for name, value in manifest.source.items()),
     ]
-    lines += [(f"{name} tokens", f"{count:,}") for name, count in histogram(dataset.lengths).items()]
     text = "\n".join(f"{name:<26} {value}" for name, value in lines)
     report = dataset.folder / "report.json"
     return f"{text}\n\n{format_report(json.loads(report.read_text()))}" if report.is_file() else text
 
 
+def draw_lengths(dataset: Dataset) -> Table:
+    """Count tokens of all samples, and supervised tokens of evenly spaced ones, by length. DataError as `Dataset.read`."""
+    rows = np.unique(np.linspace(0, dataset.num_samples - 1, min(_MAX_READ, dataset.num_samples)).astype(int))
+    supervised = histogram(np.array([dataset.read(int(row)).loss_mask.sum() for row in rows], np.int32))
+    lengths = histogram(dataset.lengths)
+    table = Table("tokens", "samples", "", f"supervised, of {len(rows):,} samples", "", box=None)
+    for name, count in lengths.items():
+        some = supervised.get(name, 0)
+        bars = Bar(dataset.num_samples, 0, count, width=_BAR_WIDTH), Bar(len(rows), 0, some, width=_BAR_WIDTH)
+        table.add_row(name, f"{count:,}", bars[0], f"{some:,}", bars[1])
+    return table
+
+
 def render_row(sample: Sample, tokenizer: PreTrainedTokenizerBase | None) -> Text:
-    """The row's text with what is supervised in another style and between brackets; ids without a tokenizer."""
-    text, place = Text(), 0
+    """Return the row's text, the supervised part in another style and between brackets; ids without a tokenizer."""
+    text, start = Text(), 0
     for supervised, run in itertools.groupby(sample.loss_mask.tolist()):
-        ids = sample.input_ids[place : (place := place + len(list(run)))].tolist()
+        ids = sample.input_ids[start : (start := start + len(list(run)))].tolist()
         shown = " ".join(map(str, ids)) if tokenizer is None else str(tokenizer.decode(ids))
         text.append(f"⟦{shown}⟧" if supervised else shown, SUPERVISED if supervised else OTHER)
         if tokenizer is None:
@@ -61,11 +77,7 @@ def render_row(sample: Sample, tokenizer: PreTrainedTokenizerBase | None) -> Tex
 
 
 def show_row(console: Console, dataset: Dataset, row: int, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """One row under a line of its numbers.
-
-    Raises:
-        DataError: no such row, or a damaged one.
-    """
+    """Print one row under a line of its numbers. DataError for no such row, or a damaged one."""
     if not 0 <= row < dataset.num_samples:
         raise DataError(f"--row: needed 0 to {dataset.num_samples - 1}, found {row}")
     sample = dataset.read(row)
@@ -76,9 +88,9 @@ def show_row(console: Console, dataset: Dataset, row: int, tokenizer: PreTrained
 
 
 def verify(folder: Path) -> int:
-    """Compare every file with its checksum, print what is damaged; exit code 0 or 1."""
+    """Compare every file with its checksum, print the damage; return exit code 0 or 1."""
     dataset = Dataset.open(folder, damaged=True)
-    damage = find_damage(folder)
+    damage = find_damage(dataset)
     for line in damage:
         print(line)
     unknown = sum(not entry.sha256 for entry in dataset.manifest.files)
@@ -88,50 +100,34 @@ def verify(folder: Path) -> int:
 
 
 def find_tokenizer(dataset: Dataset, model: Path | None) -> PreTrainedTokenizerBase | None:
-    """That of `model`, else of the model the set was prepared for, where it is still there. ModelError for `model`."""
+    """Open that of `model`, else of the model the set was prepared for, where it is still there. ModelError for `model`."""
     recorded = dataset.manifest.source.get("model")
     if model is None and (not isinstance(recorded, str) or not (Path(recorded) / "config.json").is_file()):
         return None
     return open_tokenizer((model or Path(str(recorded))).expanduser())
 
 
-def _megabytes(dataset: Dataset) -> str:
-    return f"{sum(entry.num_bytes for entry in dataset.manifest.files) / 1e6:,.1f} MB"
-
-
-def _flatten(source: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    lines: list[tuple[str, str]] = []
-    for key, value in source.items():
-        lines += _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", str(value))]
-    return lines
+def _inspect(arguments: argparse.Namespace) -> int:
+    if arguments.verify:
+        return verify(arguments.dataset)
+    dataset, console = Dataset.open(arguments.dataset), Console(highlight=False)
+    tokenizer = find_tokenizer(dataset, arguments.model) if arguments.row else None
+    for row in arguments.row:
+        show_row(console, dataset, row, tokenizer)
+    if not arguments.row:
+        print(describe(dataset), end="\n\n", flush=True)
+        console.print(draw_lengths(dataset))
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0, or 1 for damage or after one line that says what is wrong."""
+    """Read the command line and show; return 1 for damage."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dataset", type=Path, metavar="DATASET")
     parser.add_argument("--row", type=int, action="append", default=[], metavar="N", help="repeatable")
     parser.add_argument("--model", type=Path, metavar="DIR", help="whose tokenizer turns ids into text")
     parser.add_argument("--verify", action="store_true", help="check every file against its checksum and every damaged row")
-    parser.add_argument("--histogram", type=Path, metavar="FILE.png")
-    arguments = parser.parse_args(argv)
-    try:
-        if arguments.verify:
-            return verify(arguments.dataset)
-        dataset = Dataset.open(arguments.dataset)
-        if arguments.row:
-            tokenizer, console = find_tokenizer(dataset, arguments.model), Console(highlight=False)
-            for row in arguments.row:
-                show_row(console, dataset, row, tokenizer)
-        if arguments.histogram:
-            draw_histogram(dataset, arguments.histogram)
-            print(arguments.histogram)
-        if not arguments.row and not arguments.histogram:
-            print(describe(dataset))
-    except HeadraceError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return run_command(_inspect, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

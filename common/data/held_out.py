@@ -12,11 +12,7 @@ Group = tuple[str, str]  # set and category; "" stands for no category
 
 
 class HeldOut:
-    """Read access to all evaluation sets under one numbering.
-
-    Attributes:
-        sets: name -> data set.
-    """
+    """Read access to all evaluation sets, by their names, under one numbering."""
 
     def __init__(self, sets: dict[str, Dataset]) -> None:
         self.sets = sets
@@ -25,9 +21,8 @@ class HeldOut:
 
     @classmethod
     def open(cls, data: DataConfig) -> "HeldOut":
-        """Open what `data` names; DataError as `Dataset.open`."""
-        sets = {name: Dataset.open(Path(path).expanduser(), damaged=data.skip_damaged) for name, path in data.eval_sets.items()}
-        return cls(sets)
+        """Open the sets that `data` names; DataError as `Dataset.open`."""
+        return cls({name: Dataset.open(Path(path).expanduser()) for name, path in data.eval_sets.items()})
 
     @property
     def num_samples(self) -> int:
@@ -35,16 +30,16 @@ class HeldOut:
         return self._ends[-1] if self._ends else 0
 
     def locate(self, sample_id: int) -> tuple[str, int]:
-        """The set of a sample, and its id there."""
-        place = bisect.bisect_right(self._ends, sample_id)
-        name = self._names[place]
-        return name, sample_id - self._ends[place] + self.sets[name].num_samples
+        """Return the set of a sample, and its id there."""
+        index = bisect.bisect_right(self._ends, sample_id)
+        name = self._names[index]
+        return name, sample_id - self._ends[index] + self.sets[name].num_samples
 
     def read(self, sample_id: int) -> Sample:
-        """A copy of one sample; DataError as `Dataset.read`."""
+        """Return a copy of one sample; DataError as `Dataset.read`."""
         name, own_id = self.locate(sample_id)
         return self.sets[name].read(own_id)
 
     def groups(self) -> list[Group]:
-        """Set and category of every sample."""
+        """Return set and category of every sample."""
         return [(name, category) for name, dataset in self.sets.items() for category in dataset.categories]

@@ -1,21 +1,21 @@
 """`python -m launch.bench NAME ...`: one measurement per module of this package; each has a `main(arguments)`."""
 
 import importlib
-import pkgutil
 import sys
 
-from launch import bench
+from launch.arguments import run_command
+
+NAMES = ("chaos", "drafter", "faults", "plan", "river", "scaling", "shapes", "target", "threads", "transport")
+_MODULES = {"river": "whole_run"}
 
 
 def main(arguments: list[str]) -> int:
-    """Run the named measurement; exit code 2 where there is none of that name."""
-    found = pkgutil.iter_modules(bench.__path__)
-    names = sorted(module.name for module in found if not module.ispkg and module.name != "__main__")
-    if not arguments or arguments[0] not in names:
-        print(f"usage: python -m launch.bench {{{','.join(names)}}} ...", file=sys.stderr)
+    """Run the named measurement; return 2 if there is none of that name."""
+    if not arguments or arguments[0] not in NAMES:
+        print(f"usage: python -m launch.bench {{{','.join(NAMES)}}} ...", file=sys.stderr)
         return 2
-    result = importlib.import_module(f"launch.bench.{arguments[0]}").main(arguments[1:])
-    return int(result or 0)
+    name = _MODULES.get(arguments[0], arguments[0])
+    return run_command(importlib.import_module(f"launch.bench.{name}").main, arguments[1:])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """`python -m launch.bench chaos --minutes N`: random kills and stops of any actor; the training must not notice.
 
-One undisturbed run and one disturbed run of the same configuration. Exit code 1 where the disturbed
+One undisturbed run and one disturbed run of the same configuration. Exit code 1 if the disturbed
 one lost, repeated or corrupted anything, or stood still for longer than its limit.
 """
 
@@ -14,15 +14,13 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from launch.bench.harness.trial import Outcome, Trial
+from launch.bench.harness.trial import STALL_TIMEOUT_S, Outcome, Trial
 
 ACTORS = ["exchange", "target-0", "target-1", "drafter-0", "drafter-1"]
 EPOCHS_PER_MINUTE = 60
-STALL_TIMEOUT_S = 3.0  # launch.bench.harness.trial.QUICK
 
 
 def main(arguments: list[str]) -> int:
-    """Run both, print the table, decide."""
     parser = argparse.ArgumentParser(prog="python -m launch.bench chaos", description=__doc__)
     parser.add_argument("--minutes", type=float, default=1.0, help="about how long both runs take together")
     parser.add_argument("--seed", type=int, default=0, help="of the kills")
@@ -30,33 +28,32 @@ def main(arguments: list[str]) -> int:
     args = parser.parse_args(arguments)
     overrides = [f"plan.epochs={max(4, round(EPOCHS_PER_MINUTE * args.minutes))}"]
     with tempfile.TemporaryDirectory(prefix="headrace-chaos-") as folder:
-        quiet = Trial(Path(folder) / "quiet", overrides)
-        reference = quiet.outcome(quiet.start().wait())
+        undisturbed = Trial(Path(folder) / "undisturbed", overrides)
+        reference = undisturbed.outcome(undisturbed.start().wait())
         disturbed = Trial(Path(folder) / "chaos", overrides)
-        done = disturb(disturbed, random.Random(args.seed))
-        outcome = disturbed.outcome(done.pop("exit code"))
+        exit_code, counts = disturb(disturbed, random.Random(args.seed))
+        outcome = disturbed.outcome(exit_code)
         wrong = find_wrong(reference, outcome, disturbed.inconsistent_steps(), args.max_pause_s)
-        print_table(outcome, done, wrong)
+        print_table(outcome, counts, wrong)
         if wrong:
-            print((disturbed.run_dir / "output").read_text()[-2000:])
+            print(disturbed.output())
     return 1 if wrong else 0
 
 
-def disturb(trial: Trial, randomness: random.Random) -> Counter[str]:
-    """Kill and stop actors at random until the run ends; counts by kind, and the exit code."""
-    done: Counter[str] = Counter()
+def disturb(trial: Trial, randomness: random.Random) -> tuple[int, Counter[str]]:
+    """Kill and stop actors at random until the run ends; return its exit code and the disturbances by kind."""
+    counts: Counter[str] = Counter()
     process = trial.start()
     while process.poll() is None:
         try:
             process.wait(randomness.uniform(0.3, 4.0))
         except subprocess.TimeoutExpired:
-            done[strike(trial, randomness)] += 1
-    done["exit code"] = process.returncode
-    return done
+            counts[disturb_once(trial, randomness)] += 1
+    return process.returncode, counts
 
 
-def strike(trial: Trial, randomness: random.Random) -> str:
-    """One disturbance of one actor; a stop is short, or lasts until the supervisor kills what it takes for hung."""
+def disturb_once(trial: Trial, randomness: random.Random) -> str:
+    """Disturb one actor and return the kind; a stop is short, or lasts until the supervisor kills the hung actor."""
     pid = trial.pid(randomness.choice(ACTORS))
     kind = randomness.choices(["kill", "short stop", "hang"], [6, 2, 1])[0]
     try:
@@ -72,7 +69,7 @@ def strike(trial: Trial, randomness: random.Random) -> str:
 
 
 def find_wrong(reference: Outcome, outcome: Outcome, inconsistent: list[int], max_pause_s: float) -> list[str]:
-    """What the disturbed run did not keep."""
+    """Return the promises that the disturbed run did not keep."""
     checks = {
         f"exit codes {reference.exit_code} and {outcome.exit_code}": reference.exit_code == outcome.exit_code == 0,
         f"steps with two different losses: {inconsistent[:5]}": not inconsistent,
@@ -83,14 +80,13 @@ def find_wrong(reference: Outcome, outcome: Outcome, inconsistent: list[int], ma
         f"{outcome.num_rejected} slots arrived damaged": outcome.num_rejected == 0,
         f"{outcome.longest_pause_s:.1f} s without a step, more than {max_pause_s:g} s": outcome.longest_pause_s <= max_pause_s,
     }
-    return [what for what, holds in checks.items() if not holds]
+    return [promise for promise, holds in checks.items() if not holds]
 
 
-def print_table(outcome: Outcome, done: Counter[str], wrong: list[str]) -> None:
-    """The summary, the last lines of the output."""
+def print_table(outcome: Outcome, counts: Counter[str], wrong: list[str]) -> None:
     rows = {
         "steps": len(outcome.losses),
-        **done,
+        **counts,
         "steps repeated by a rank": outcome.num_steps_repeated,
         "batches computed again": outcome.num_batches_again,
         "slots that arrived damaged": outcome.num_rejected,

@@ -12,7 +12,7 @@ import itertools
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -22,33 +22,29 @@ import torch
 
 from common.config import Config
 from common.device.copy_stream import CopyStream, mark_computation
+from common.device.memory import GIB
 from common.ring.checksum import checksum
 from common.ring.layout import SlotLayout
 from common.ring.memory import attach, create
-from common.ring.pinned import register
+from common.ring.ring import page_lock
+from launch.bench.harness.table import Rows, print_rows
 from launch.bench.shapes import SHAPES, random_run
 from services.drafter.kernels.fp8_head import Fp8Head
-from services.drafter.model.anchors import Blocks, choose_blocks
+from services.drafter.model.anchors import choose_blocks
+from services.drafter.model.batch import PackedBatch
 from services.drafter.model.flops import batch_flops
-from services.drafter.model.loss import loss_head
+from services.drafter.model.loss import Head, loss_head
 from services.drafter.model.model import DraftModel
-from services.drafter.model.step import PackedBatch, block_loss
+from services.drafter.model.step import block_loss
 from services.drafter.model.step_sums import StepSums
 from services.drafter.training.optimizer import MasterAdamW
 
 DEVICE = torch.device("cuda")
-GIB = 2**30
 MIXED_LENGTHS = (0.07, 0.43, 0.2, 0.3)  # parts of a batch of four documents
 
 
-def make_config(shape: str, num_tokens: int, num_anchors: int, num_documents: int, head: str = "exact") -> Config:
-    """The run of one of the two draft models that the reference figures are of."""
-    anchors = f"train.anchors_per_document={num_anchors // num_documents}", f"train.anchors_per_batch={num_anchors}"
-    return random_run(shape, num_tokens, [f"plan.max_samples_per_batch={num_documents}", f"train.head={head}", *anchors])
-
-
 def make_batch(config: Config, lengths: list[int]) -> PackedBatch:
-    """Documents of random tokens and features, all supervised."""
+    """Make documents of random tokens and features, all supervised."""
     num_tokens, random = sum(lengths), torch.Generator(DEVICE).manual_seed(0)
     shape = (num_tokens, len(config.draft.tap_layers), config.shape.hidden_size)
     return PackedBatch(
@@ -61,9 +57,9 @@ def make_batch(config: Config, lengths: list[int]) -> PackedBatch:
     )
 
 
-def random_weight(shape: tuple[int, int], seed: int) -> torch.Tensor:
-    """As a target's embedding or head."""
-    random = torch.Generator(DEVICE).manual_seed(seed)
+def random_weight(config: Config, seed: int) -> torch.Tensor:
+    """Make a target's embedding or head."""
+    random, shape = torch.Generator(DEVICE).manual_seed(seed), (config.shape.vocab_size, config.shape.hidden_size)
     return torch.randn(shape, dtype=torch.bfloat16, device=DEVICE, generator=random).mul_(0.02)
 
 
@@ -71,46 +67,43 @@ class Step:
     """A draft model in training on one batch, over and over with fresh anchors."""
 
     def __init__(self, config: Config) -> None:
-        self.config, shape = config, (config.shape.vocab_size, config.shape.hidden_size)
-        self.frozen = random_weight(shape, 1), loss_head(random_weight(shape, 2), config.train.head)
+        self.config = config
+        self.embedding, self.head = random_weight(config, 1), loss_head(random_weight(config, 2), config.train.head)
         self.model = DraftModel(config, DEVICE)
         self.optimizer: MasterAdamW | None = None
         self.num_done = 0
 
-    def blocks(self, batch: PackedBatch) -> Blocks:
-        """The anchors of the next visit."""
-        return choose_blocks(batch.input_ids, batch.loss_mask, batch.cu_seqlens, batch.sample_ids, self.num_done, self.config)
-
     def forward(self, batch: PackedBatch) -> StepSums:
-        """The sums of one batch."""
         self.num_done += 1
-        return block_loss(self.model, *self.frozen, batch, self.blocks(batch), self.config)
+        blocks = choose_blocks(batch, self.num_done, self.config)
+        return block_loss(self.model, self.embedding, self.head, batch, blocks, self.config)
 
     def forward_backward(self, batch: PackedBatch) -> None:
-        """The gradients of one batch stand in the model, while there is no optimizer."""
+        """Compute the gradients of one batch and drop them."""
         torch.autograd.backward(self.forward(batch).loss)
-
-    def clear(self) -> None:
-        """Drop the gradients."""
-        for parameter in self.model.parameters():
-            parameter.grad = None
-
-    def take_gradients(self) -> torch.Tensor:
-        """All gradients as one flat tensor; dropped from the model."""
-        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        self.clear()
-        return torch.cat([gradient.flatten() for gradient in gradients])
+        self.model.zero_grad()
 
     def whole(self, batch: PackedBatch, accumulation: int) -> None:
-        """One optimizer step of so many batches."""
+        """Run one optimizer step of so many batches."""
         assert self.optimizer is not None
         for _ in range(accumulation):
             self.optimizer.gradients.accumulate(self.forward(batch))
         self.optimizer.step(self.num_done)
 
+    def train_on(self, head: Head, parts: list[PackedBatch], config: Config) -> tuple[float, torch.Tensor]:
+        """Return the mean loss of the parts and their gradients as one flat tensor, without an optimizer."""
+        sums = StepSums(torch.zeros(StepSums.size(config.draft.block_size), device=DEVICE))
+        for part in parts:
+            result = block_loss(self.model, self.embedding, head, part, choose_blocks(part, 0, config), config)
+            torch.autograd.backward(result.loss)
+            sums.values.add_(result.values.detach())
+        gradients = [parameter.grad.flatten() for parameter in self.model.parameters() if parameter.grad is not None]
+        self.model.zero_grad()
+        return float(sums.loss / sums.weight), torch.cat(gradients)
+
 
 def time_ms(action: Callable[[], object], num_steps: int) -> float:
-    """Median milliseconds between the events around an action, launched without waiting in between."""
+    """Return the median milliseconds between the events around an action, launched without waiting in between."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(num_steps + 1)]  # type: ignore[no-untyped-call]
     events[0].record()
     for event in events[1:]:
@@ -122,7 +115,7 @@ def time_ms(action: Callable[[], object], num_steps: int) -> float:
 
 
 def gemm_rate(config: Config, num_rows: int) -> float:
-    """FLOP/s of the largest product of a layer, [Q, H] x [H, I] in bfloat16 on random data, for a second."""
+    """Measure the FLOP/s of the largest product of a layer, [Q, H] x [H, I] in bfloat16 on random data, for a second."""
     hidden, wide = config.shape.hidden_size, config.draft.intermediate_size
     rows, weight = (torch.randn(n, hidden, dtype=torch.bfloat16, device=DEVICE) for n in (num_rows, wide))
     num_calls = max(3, int(700e12 / (2 * num_rows * hidden * wide)))
@@ -131,7 +124,7 @@ def gemm_rate(config: Config, num_rows: int) -> float:
 
 
 def count_synchronisations(action: Callable[[], object]) -> int:
-    """How often the host waits for the GPU in `action`, as torch's debug mode sees it."""
+    """Count the times that the host waits for the GPU in `action`, by torch's debug mode."""
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -141,45 +134,24 @@ def count_synchronisations(action: Callable[[], object]) -> int:
     return sum("called a synchronizing" in str(warning.message) for warning in caught)
 
 
-def rounded_against_exact(step: Step, batch: PackedBatch) -> tuple[float, float]:
-    """Relative difference of the loss, and of the gradients in norm, between the head in FP8 and the head as it is."""
-    embedding, head = step.frozen
-    assert isinstance(head, Fp8Head)
-    blocks, totals, gradients = step.blocks(batch), [], []
-    for each in (head, head.weight):
-        sums = block_loss(step.model, embedding, each, batch, blocks, step.config)
-        torch.autograd.backward(sums.loss)
-        totals.append(float(sums.loss.detach()))
-        gradients.append(step.take_gradients())
-    return abs(totals[0] / totals[1] - 1.0), relative_difference(*gradients)
+def describe_difference(found: tuple[float, torch.Tensor], reference: tuple[float, torch.Tensor]) -> str:
+    """Describe how far loss and gradients, the latter in norm, are from a reference."""
+    norm = partial(torch.linalg.vector_norm, dtype=torch.float32)
+    gradient = float(norm(found[1] - reference[1]) / norm(reference[1]))
+    return f"loss {abs(found[0] / reference[0] - 1):.1e}, gradient {gradient:.1e} (relative)"
 
 
-def packed_against_single(step: Step, num_tokens: int) -> tuple[float, float]:
-    """Relative difference of the loss, and of the gradients in norm, between a batch of four documents and each alone."""
+def packed_against_single(step: Step, num_tokens: int) -> str:
+    """Compare a batch of four documents with each alone."""
     few = msgspec.structs.replace(step.config.train, anchors_per_document=step.config.num_anchors // 8)
     config = msgspec.structs.replace(step.config, train=few)  # so that no document takes another's anchors
     batch = make_batch(config, [int(part * num_tokens) for part in MIXED_LENGTHS])
-    totals, gradients = [], []
-    for parts in ([batch], [alone(batch, document) for document in range(len(MIXED_LENGTHS))]):
-        sums = StepSums(torch.zeros(StepSums.size(step.config.draft.block_size), device=DEVICE))
-        for part in parts:
-            blocks = choose_blocks(part.input_ids, part.loss_mask, part.cu_seqlens, part.sample_ids, 0, config)
-            result = block_loss(step.model, *step.frozen, part, blocks, config)
-            torch.autograd.backward(result.loss)
-            sums.values.add_(result.values.detach())
-        totals.append(float(sums.loss / sums.weight))
-        gradients.append(step.take_gradients())
-    return abs(totals[0] - totals[1]) / abs(totals[1]), relative_difference(*gradients)
-
-
-def relative_difference(gradient: torch.Tensor, reference: torch.Tensor) -> float:
-    """In norm."""
-    norm = partial(torch.linalg.vector_norm, dtype=torch.float32)
-    return float(norm(gradient - reference) / norm(reference))
+    single = [alone(batch, document) for document in range(len(MIXED_LENGTHS))]
+    return describe_difference(step.train_on(step.head, [batch], config), step.train_on(step.head, single, config))
 
 
 def alone(batch: PackedBatch, document: int) -> PackedBatch:
-    """One document of a batch as a batch."""
+    """Return one document of a batch as a batch."""
     rows = slice(int(batch.cu_seqlens[document]), int(batch.cu_seqlens[document + 1]))
     return PackedBatch(
         hidden_states=batch.hidden_states[rows],
@@ -192,10 +164,10 @@ def alone(batch: PackedBatch, document: int) -> PackedBatch:
 
 
 def fetching(step: Step, batch: PackedBatch, accumulation: int) -> Callable[[], None]:
-    """The same step while the next batch comes out of a slot: a copy and a checksum on a stream of their own."""
+    """Return a step during which the next batch comes out of a slot: a copy and a checksum on a stream of their own."""
     layout = SlotLayout.of(step.config)
     slot = torch.frombuffer(memoryview(attach(create("bench", layout.ring_bytes(1)))), dtype=torch.uint8)
-    register(slot)
+    page_lock(slot)
     hidden = slot[: batch.hidden_states.nbytes].view(torch.bfloat16).view(batch.hidden_states.shape)
     hidden.copy_(batch.hidden_states)
     buffers, copies = [batch.hidden_states.clone() for _ in range(2)], CopyStream(DEVICE)
@@ -217,16 +189,11 @@ def fetching(step: Step, batch: PackedBatch, accumulation: int) -> Callable[[], 
     return run
 
 
-def measure(config: Config, num_documents: int, accumulation: int, num_steps: int) -> Iterator[tuple[str, str]]:
-    """The rows of the table, as they are measured."""
+def measure(config: Config, num_documents: int, accumulation: int, num_steps: int) -> Rows:
+    """Yield the rows of the table, as they are measured."""
     num_tokens = config.plan.max_tokens_per_batch
     step, batch = Step(config), make_batch(config, [num_tokens // num_documents] * num_documents)
-    resident_gib = torch.cuda.memory_allocated() / GIB
-
-    def forward_backward() -> None:
-        step.forward_backward(batch)
-        step.clear()
-
+    resident_gib, forward_backward = torch.cuda.memory_allocated() / GIB, partial(step.forward_backward, batch)
     began = time.perf_counter()
     forward_backward()
     torch.cuda.synchronize()
@@ -235,21 +202,20 @@ def measure(config: Config, num_documents: int, accumulation: int, num_steps: in
     torch.cuda.reset_peak_memory_stats()
     alone_ms = time_ms(forward_backward, num_steps)
     yield "forward + backward", f"{alone_ms:.1f} ms"
-    yield "peak memory of it (weights, embedding, head, one batch)", f"{_peak_gib():.2f} GiB ({resident_gib:.2f} before)"
-    loss, gradient = packed_against_single(step, num_tokens)
-    yield "four packed documents against one by one", f"loss {loss:.1e}, gradient {gradient:.1e} (relative)"
-    if isinstance(step.frozen[1], Fp8Head):
-        loss, gradient = rounded_against_exact(step, batch)
-        yield "head in FP8 against the exact one", f"loss {loss:.1e}, gradient {gradient:.1e} (relative)"
+    peak_gib = torch.cuda.max_memory_allocated() / GIB
+    yield "peak memory of it (weights, embedding, head, one batch)", f"{peak_gib:.2f} GiB ({resident_gib:.2f} before)"
+    yield "four packed documents against one by one", packed_against_single(step, num_tokens)
+    if isinstance(step.head, Fp8Head):
+        rounded, exact = (step.train_on(head, [batch], config) for head in (step.head, step.head.weight))
+        yield "head in FP8 against the exact one", describe_difference(rounded, exact)
     yield from measure_whole(step, batch, accumulation, num_steps, alone_ms)
 
 
-def measure_whole(
-    step: Step, batch: PackedBatch, accumulation: int, num_steps: int, alone_ms: float
-) -> Iterator[tuple[str, str]]:
-    """Steps with the optimizer, beside the forward and backward pass that takes `alone_ms`."""
+def measure_whole(step: Step, batch: PackedBatch, accumulation: int, num_steps: int, alone_ms: float) -> Rows:
+    """Yield figures of steps with the optimizer, beside the forward and backward pass that takes `alone_ms`."""
     config = step.config
-    num_rows, flops = config.num_anchors * config.draft.block_size, batch_flops(config, step.blocks(batch), batch.cu_seqlens)
+    num_rows = config.num_anchors * config.draft.block_size
+    flops = batch_flops(config, choose_blocks(batch, 0, config), batch.cu_seqlens)
     step.optimizer = MasterAdamW(step.model, config.train, 1000, config.draft.block_size)
     whole = partial(step.whole, batch, accumulation)
     whole()
@@ -259,28 +225,19 @@ def measure_whole(
     rate, num_anchors = (before + after) / 2, accumulation * config.num_anchors
     yield f"whole step, {accumulation} x 1 batch", f"{whole_ms:.1f} ms (optimizer {whole_ms - accumulation * alone_ms:.1f})"
     yield "arithmetic of a batch", f"{flops / 1e12:.1f} TFLOP"
-    yield (
-        "rate of a matrix product of these shapes",
-        f"{rate / 1e12:.0f} TFLOP/s ({before / 1e12:.0f} before, {after / 1e12:.0f} after)",
-    )
+    rates = f"{rate / 1e12:.0f} TFLOP/s ({before / 1e12:.0f} before, {after / 1e12:.0f} after)"
+    yield "rate of a matrix product of these shapes", rates
     yield "utilisation, forward + backward", f"{flops / alone_ms / rate * 1e5:.1f} %"
     yield "utilisation, whole step", f"{accumulation * flops / whole_ms / rate * 1e5:.1f} %"
     fetched = fetching(step, batch, accumulation)
     time_ms(fetched, 3)
     pairs = [(time_ms(fetched, num_steps), time_ms(whole, num_steps)) for _ in range(2)]
     yield "step fetching from a slot over step on resident data", f"{statistics.mean(a / b for a, b in pairs):.3f}"
-    yield (
-        "anchors trained on",
-        f"{num_anchors / whole_ms * 1e3:.0f} /s, {accumulation * len(batch.input_ids) / whole_ms * 1e3:.0f} tokens/s",
-    )
-
-
-def _peak_gib() -> float:
-    return torch.cuda.max_memory_allocated() / GIB
+    num_tokens = accumulation * len(batch.input_ids)
+    yield "anchors trained on", f"{num_anchors / whole_ms * 1e3:.0f} /s, {num_tokens / whole_ms * 1e3:.0f} tokens/s"
 
 
 def main(arguments: list[str]) -> int:
-    """Print the table."""
     parser = argparse.ArgumentParser(prog="python -m launch.bench drafter")
     parser.add_argument("--shape", choices=SHAPES, default="qwen3_6_27b")
     parser.add_argument("--tokens", type=int, default=2048)
@@ -293,8 +250,13 @@ def main(arguments: list[str]) -> int:
     if not torch.cuda.is_available():
         print("bench drafter: needed a CUDA GPU, found none")
         return 2
-    config = make_config(options.shape, options.tokens, options.anchors, options.documents, options.head)
+    settings = [
+        f"plan.max_samples_per_batch={options.documents}",
+        f"train.head={options.head}",
+        f"train.anchors_per_document={options.anchors // options.documents}",
+        f"train.anchors_per_batch={options.anchors}",
+    ]
+    config = random_run(options.shape, options.tokens, settings)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {' '.join(arguments)}")
-    for what, value in measure(config, options.documents, options.accumulation, options.steps):
-        print(f"{what:58} {value}", flush=True)
+    print_rows(measure(config, options.documents, options.accumulation, options.steps))
     return 0

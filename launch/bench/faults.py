@@ -1,12 +1,11 @@
-"""`python -m launch.bench faults`: every way to die, at its exact instant, and what it cost.
+"""`python -m launch.bench faults`: every way to die, at its exact instant, and the cost of it.
 
-Each row is a whole run of launch/configs/tiny.toml in which the named processes kill (or stop)
-themselves at the named place. Lost and repeated batches are judged by the result: losses, acceptance
+Each row is a whole run of launch/configs/tiny.toml in which the named processes kill or stop
+themselves at the named instant. Lost and repeated batches are judged by the result: losses, acceptance
 and final weights must equal those of an undisturbed run bit for bit.
 """
 
 import argparse
-import itertools
 import os
 import signal
 import tempfile
@@ -15,14 +14,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.actor.faults import Fault
-from launch.bench.harness.trial import Outcome, Trial
+from launch.bench.harness.trial import Outcome, Trial, longest_pause_s
 
 OVERRIDES = ["plan.epochs=4"]
 THREE_DRAFTERS = ['drafters.devices=["cpu", "cpu", "cpu"]', "plan.batches_per_step=3", "plan.epochs=8"]
 
 
 class Scenario(NamedTuple):
-    """A fault, and where it strikes."""
+    """Faults and the run that they happen in."""
 
     name: str
     faults: dict[str, list[Fault]]
@@ -30,7 +29,7 @@ class Scenario(NamedTuple):
     overrides: list[str] = OVERRIDES
 
 
-def _while_regrouping(what: str, point: str, visit: int) -> list[Scenario]:
+def _while_regrouping(when: str, point: str, visit: int) -> list[Scenario]:
     """Let rank 1 of three die, then one more while the group forms anew; `visit` is that of a survivor."""
     first = Fault("drafter.before_step", 9)
     second = {
@@ -38,7 +37,7 @@ def _while_regrouping(what: str, point: str, visit: int) -> list[Scenario]:
         "giver": {"drafter-1": [first], "drafter-0": [Fault(point, visit)]},
         "bystander": {"drafter-1": [first], "drafter-2": [Fault(point, visit)]},
     }
-    return [Scenario(f"{name} dies {what}", faults, overrides=THREE_DRAFTERS) for name, faults in second.items()]
+    return [Scenario(f"{name} dies {when}", faults, overrides=THREE_DRAFTERS) for name, faults in second.items()]
 
 
 SCENARIOS = [
@@ -78,7 +77,7 @@ SCENARIOS = [
 
 
 def main(arguments: list[str]) -> int:
-    """Run them all and print a table in Markdown; exit code 1 where a result differs."""
+    """Run them all and print a table in Markdown; return 1 if a result differs."""
     parser = argparse.ArgumentParser(prog="python -m launch.bench faults", description=__doc__)
     parser.add_argument("--only", default="", help="rows whose name contains this")
     args = parser.parse_args(arguments)
@@ -87,13 +86,13 @@ def main(arguments: list[str]) -> int:
         references = {}
         print("| fault | same weights | steps repeated | batches computed again | damaged slots | longest pause after it, s |")
         print("|---|---|---|---|---|---|")
-        for place, scenario in enumerate(SCENARIOS):
+        for number, scenario in enumerate(SCENARIOS):
             if args.only in scenario.name:
                 settings = tuple(scenario.overrides)
                 if settings not in references:
-                    quiet = Trial(Path(folder) / f"quiet-{place}", scenario.overrides)
-                    references[settings] = quiet.outcome(quiet.start().wait())
-                outcome, pause_s = run(scenario, Path(folder) / str(place))
+                    undisturbed = Trial(Path(folder) / f"undisturbed-{number}", scenario.overrides)
+                    references[settings] = undisturbed.outcome(undisturbed.start().wait())
+                outcome, pause_s = run(scenario, Path(folder) / str(number))
                 same = outcome.exit_code == 0 and outcome.equals(references[settings])
                 num_wrong += not same
                 print(_row(scenario, outcome, same, pause_s), flush=True)
@@ -101,28 +100,19 @@ def main(arguments: list[str]) -> int:
 
 
 def run(scenario: Scenario, run_dir: Path) -> tuple[Outcome, float]:
-    """One run with its fault: what it came to, and the longest pause after the fault."""
+    """Run once with the faults; return the result and the longest time without a step from the first fault on."""
     trial = Trial(run_dir, scenario.overrides, scenario.faults)
     process = trial.start()
     if scenario.supervisor_dies:
-        while not any(step >= 14 for _, step in _steps_so_far(trial)):
+        while not any(line.step >= 14 for line in trial.steps()):
             time.sleep(0.02)
         os.kill(process.pid, signal.SIGKILL)
         (run_dir / "fault-supervisor-0.happened").touch()
         process.wait()
         process = trial.start()
-    return trial.outcome(process.wait()), _pause_s(trial)
-
-
-def _steps_so_far(trial: Trial) -> list[tuple[float, int]]:
-    return trial.steps() if (trial.run_dir / "config.json").exists() else []
-
-
-def _pause_s(trial: Trial) -> float:
-    """The longest time without a step from the first fault on."""
-    struck_s = min(mark.stat().st_mtime for mark in trial.run_dir.glob("fault-*.happened"))
-    times = [struck_s, *(time_s for time_s, _ in trial.steps() if time_s > struck_s)]
-    return max(after - before for before, after in itertools.pairwise(times))
+    outcome = trial.outcome(process.wait())
+    happened_s = min(mark.stat().st_mtime for mark in run_dir.glob("fault-*.happened"))
+    return outcome, longest_pause_s([happened_s, *(line.time_s for line in trial.steps() if line.time_s > happened_s)])
 
 
 def _row(scenario: Scenario, outcome: Outcome, same: bool, pause_s: float) -> str:

@@ -1,4 +1,4 @@
-"""The plan of a run at its real size: the table, the time and the memory that the exchange needs.
+"""The plan of a run at the size of the reference run: the table, and the time and memory that the exchange needs.
 
     python -m launch.bench plan --samples 1100000
 
@@ -26,7 +26,7 @@ SETTINGS = msgspec.convert(tomllib.loads(_CONFIG.read_text())["plan"], PlanConfi
 
 
 def draw_lengths(num_samples: int, seed: int, settings: PlanConfig = SETTINGS) -> Int32Array:
-    """int32 [num_samples]: uniform within each bucket, in random order; of fewer buckets the shares keep their proportion."""
+    """Draw int32 [num_samples]: uniform within each bucket, in random order; fewer buckets keep the proportion of shares."""
     random = np.random.Generator(np.random.Philox(seed))
     shares = BATCH_SHARES[: len(settings.bucket_lengths)]
     weights = [share * samples_per_batch(settings, bucket) for bucket, share in enumerate(shares)]
@@ -38,7 +38,6 @@ def draw_lengths(num_samples: int, seed: int, settings: PlanConfig = SETTINGS) -
 
 
 def main(arguments: list[str]) -> int:
-    """Print the table and what it cost."""
     parser = argparse.ArgumentParser(prog="python -m launch.bench plan", description=__doc__)
     parser.add_argument("--samples", type=int, default=1_100_000, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
@@ -57,7 +56,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _config(seed: int) -> Config:
-    """A run without a model: the plan looks at the seed, the plan and the evaluation alone."""
+    """Make a run without a model: the plan reads only the seed, the plan and the evaluation."""
     targets, drafters = TargetsConfig(devices=["cpu"]), ActorsConfig(devices=["cpu"])
     model, draft, data = ModelConfig(path=""), DraftConfig(mask_token_id=0), DataConfig(path="")
     return Config(seed=seed, model=model, draft=draft, data=data, plan=SETTINGS, targets=targets, drafters=drafters)

@@ -1,4 +1,4 @@
-"""What this project replaces: target and drafter as two threads of one process, with a queue of pinned tensors between them.
+"""The design that this project replaces: target and drafter as two threads of one process, a queue of pinned tensors between.
 
     python -m launch.bench threads --shape qwen3_8b [--devices cuda:0 cuda:1] [--seconds 60] [--samples 4096]
         [--set KEY=VALUE ...]
@@ -7,18 +7,18 @@ The same models, batches, anchors and optimizer as `launch.bench river`, correct
 tensors in the queue as a ring has slots. There are no checksums, and nothing survives the death of the process.
 """
 
-import argparse
+import itertools
 import queue
 import statistics
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import NamedTuple, Self, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -30,12 +30,14 @@ from common.device.stopwatch import Stopwatch
 from common.device.upload import upload
 from common.ring.layout import SlotLayout
 from common.ring.ring import Rows
+from launch.bench.harness import table
 from launch.bench.harness.gpu_monitor import GpuMonitor
 from launch.bench.harness.workload import SHAPES, Workload
 from services.drafter.model.anchors import choose_blocks
+from services.drafter.model.batch import PackedBatch
 from services.drafter.model.frozen import load_embedding_and_head
 from services.drafter.model.model import DraftModel
-from services.drafter.model.step import PackedBatch, block_loss
+from services.drafter.model.step import block_loss
 from services.drafter.training.optimizer import MasterAdamW
 from services.exchange.samples import read_run_data
 from services.target.model import TargetModel
@@ -53,11 +55,11 @@ class Done(NamedTuple):
 
     time_s: float
     num_tokens: int
-    watch: Stopwatch  # its lap is the device's work on it
+    busy_s: float  # the device's work on it
 
 
 class Flight(NamedTuple):
-    """A batch that a device works on; each side has two, so that the device never waits for the host."""
+    """A batch that a device works on; each thread has two, so that the device never waits for the host."""
 
     item: Item
     watch: Stopwatch
@@ -69,87 +71,74 @@ class ClosedError(Exception):
 
 
 class Pipeline:
-    """Both threads and what is between them, while the `with` block runs."""
+    """Both threads and the queue between them, until `close`."""
 
-    def __init__(self, config: Config, run_dir: Path) -> None:
+    def __init__(self, config: Config) -> None:
         self._config = config
-        self._plan, _ = read_run_data(config, run_dir).plan(config)
+        self._plan, _ = read_run_data(config.data).plan(config)
         self._dataset = Dataset.open(Path(config.data.path))
         self._queue: queue.Queue[Item] = queue.Queue(config.ring.num_slots)
         self._closing = threading.Event()
         self.done: dict[str, list[Done]] = {"target": [], "drafter": []}
-        self.failure: BaseException | None = None
-        target, drafter = config.targets.devices[0], config.drafters.devices[0]
-        self._threads = [
-            threading.Thread(target=self._guard, args=(self._produce, torch.device(target)), name="produce"),
-            threading.Thread(target=self._guard, args=(self._consume, torch.device(drafter)), name="consume"),
+        self._threads = ThreadPoolExecutor(2, "pipeline")
+        target, drafter = torch.device(config.targets.devices[0]), torch.device(config.drafters.devices[0])
+        self._futures = [
+            self._threads.submit(self._drive, "target", target, self._produce(target)),
+            self._threads.submit(self._drive, "drafter", drafter, self._consume(drafter)),
         ]
 
-    def __enter__(self) -> Self:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def close(self) -> None:
         self._closing.set()
-        for thread in self._threads:
-            thread.join()
+        self._threads.shutdown()
 
-    def _guard(self, body: Callable[[torch.device], None], device: torch.device) -> None:
-        try:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)  # of this thread
-            body(device)
-        except ClosedError:
-            return
-        except BaseException as error:
-            self.failure = error
+    def watch(self) -> None:
+        """Sleep a little; raise the exception that ended a thread."""
+        time.sleep(0.05)
+        for future in self._futures:
+            if future.done():
+                future.result()
 
-    def _produce(self, device: torch.device) -> None:
-        config, plan, pinned = self._config, self._plan, device.type == "cuda"
+    def _drive(self, role: str, device: torch.device, flights: Iterator[Flight]) -> None:
+        """Finish each batch after the next one was launched."""
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # of this thread
+        for flight, _ in itertools.pairwise(flights):
+            flight.end.wait()
+            self.done[role].append(Done(time.monotonic(), len(flight.item[1].input_ids), flight.watch.laps_s()["busy_s"]))
+            if role == "target":
+                self._retry(partial(self._queue.put, flight.item, timeout=WAIT_S))
+
+    def _produce(self, device: torch.device) -> Iterator[Flight]:
+        config, plan = self._config, self._plan
         model = TargetModel.load(config, device)
         WarmUp(model, SlotLayout.of(config), config.plan, device).run(plan.shapes, lambda: None)
-        earlier: Flight | None = None
         for batch in range(plan.num_batches):
             rows = read_rows(self._dataset, plan.sample_ids(batch), config.plan.bucket_lengths)
             watch = Stopwatch(device)
             taps = model.forward(upload(rows.input_ids.numpy(), device))
-            places = upload(rows.token_index, device)
-            packed = torch.stack([tap.flatten(0, 1)[places] for tap in taps], dim=1)
-            hidden = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=pinned)
+            token_index = upload(rows.token_index, device)
+            packed = torch.stack([tap.flatten(0, 1)[token_index] for tap in taps], dim=1)
+            hidden = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=device.type == "cuda")
             hidden.copy_(packed, non_blocking=True)
             watch.lap("busy_s")
-            flight = Flight((hidden, rows.packed), watch, mark_computation(device))
-            if earlier is not None:
-                self._finish("target", earlier)
-                self._retry(partial(self._queue.put, earlier.item, timeout=WAIT_S))
-            earlier = flight
+            yield Flight((hidden, rows.packed), watch, mark_computation(device))
 
-    def _consume(self, device: torch.device) -> None:
+    def _consume(self, device: torch.device) -> Iterator[Flight]:
         config = self._config
         frozen, model = load_embedding_and_head(config, device), DraftModel(config, device)
         optimizer = MasterAdamW(model, config.train, self._plan.num_steps, config.draft.block_size)
-        earlier: Flight | None = None
         for batch in range(self._plan.num_batches):
             item = self._retry(partial(self._queue.get, timeout=WAIT_S))
             watch = Stopwatch(device)
             packed = to_batch(*item, device)
-            metadata = packed.input_ids, packed.loss_mask, packed.cu_seqlens, packed.sample_ids
-            sums = block_loss(model, *frozen, packed, choose_blocks(*metadata, 0, config), config)
+            sums = block_loss(model, *frozen, packed, choose_blocks(packed, 0, config), config)
             optimizer.gradients.accumulate(sums)
-            step, place = divmod(batch, config.accumulation)
-            if place == config.accumulation - 1:
+            step, index = divmod(batch, config.accumulation)
+            if index == config.accumulation - 1:
                 optimizer.gradients.reduce(lambda bucket: None)
                 optimizer.step(step)
             watch.lap("busy_s")
-            flight = Flight(item, watch, mark_computation(device))
-            if earlier is not None:
-                self._finish("drafter", earlier)
-            earlier = flight
-
-    def _finish(self, side: str, flight: Flight) -> None:
-        flight.end.wait()
-        self.done[side].append(Done(time.monotonic(), len(flight.item[1].input_ids), flight.watch))
+            yield Flight(item, watch, mark_computation(device))
 
     def _retry(self, action: Callable[[], T]) -> T:
         while not self._closing.is_set():
@@ -159,7 +148,7 @@ class Pipeline:
 
 
 def to_batch(hidden: torch.Tensor, rows: Rows, device: torch.device) -> PackedBatch:
-    """What the queue held, on the drafter's device."""
+    """Move an item of the queue to the drafter's device."""
     return PackedBatch(
         hidden_states=hidden.to(device, non_blocking=True),
         position_ids=upload(rows.position_ids.astype(np.int64), device),
@@ -170,46 +159,33 @@ def to_batch(hidden: torch.Tensor, rows: Rows, device: torch.device) -> PackedBa
     )
 
 
-def measure(pipeline: Pipeline, seconds: float, gpus: GpuMonitor) -> Iterator[tuple[str, str]]:
-    """The rows of the table, from the third batch that was trained on."""
+def measure(pipeline: Pipeline, seconds: float, gpus: GpuMonitor) -> table.Rows:
+    """Yield the rows of the table, once the drafter has settled."""
     while len(pipeline.done["drafter"]) < SETTLED_BATCHES:
-        check(pipeline)
+        pipeline.watch()
     began, began_s = time.monotonic(), time.time()
     while time.monotonic() < began + seconds:
-        check(pipeline)
+        pipeline.watch()
     ended, ended_s = time.monotonic(), time.time()
-    for side, done in pipeline.done.items():
-        inside = [batch for batch in done[:] if began <= batch.time_s <= ended]
-        rate = sum(batch.num_tokens for batch in inside[1:]) / (inside[-1].time_s - inside[0].time_s)
-        busy_s = sum(batch.watch.laps_s()["busy_s"] for batch in inside[1:])
-        busy = busy_s / (inside[-1].time_s - inside[0].time_s)
-        yield f"{side}: tokens/s, device at work on them", f"{rate:.0f}, {busy:.1%} of the time"
-    for index, samples in sorted(gpus.between(began_s, ended_s).items()):
+    for role, done in pipeline.done.items():
+        first, *inside = [batch for batch in done[:] if began <= batch.time_s <= ended]
+        duration_s = inside[-1].time_s - first.time_s
+        rate, busy = sum(batch.num_tokens for batch in inside) / duration_s, sum(batch.busy_s for batch in inside) / duration_s
+        yield f"{role}: tokens/s, device at work on them", f"{rate:.0f}, {busy:.1%} of the time"
+    for index, samples in gpus.between(began_s, ended_s).items():
         yield f"GPU {index} busy (nvidia-smi)", f"{statistics.mean(sample.busy for sample in samples):.1%}"
 
 
-def check(pipeline: Pipeline) -> None:
-    """Sleep a little; raise what ended a thread."""
-    time.sleep(0.05)
-    if pipeline.failure is not None:
-        raise pipeline.failure
-
-
 def main(arguments: list[str]) -> int:
-    """Print the table."""
-    parser = argparse.ArgumentParser(prog="python -m launch.bench threads", description=__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3_8b")
+    parser = table.make_parser("threads", __doc__, SHAPES, "qwen3_8b")
     parser.add_argument("--devices", nargs=2, default=["cuda:0", "cuda:1"], metavar="DEVICE")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--samples", type=int, default=4096, help="rows of the data set")
-    parser.add_argument("--set", dest="overrides", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
     options = parser.parse_args(arguments)
     target, drafter = options.devices
     print(" ".join(arguments), flush=True)
     with tempfile.TemporaryDirectory(prefix="headrace-threads-") as name, GpuMonitor() as gpus:
-        folder = Path(name)
-        config = Workload.make(options.shape, folder, ([target], [drafter]), options.samples, options.overrides).config
-        with Pipeline(config, folder) as pipeline:
-            for what, value in measure(pipeline, options.seconds, gpus):
-                print(f"{what:58} {value}", flush=True)
+        workload = Workload.make(options.shape, Path(name), ([target], [drafter]), options.samples, options.overrides)
+        with closing(Pipeline(workload.config)) as pipeline:
+            table.print_rows(measure(pipeline, options.seconds, gpus))
     return 0

@@ -1,4 +1,4 @@
-"""Measure the memory of a ring and the copies between a slot and a device.
+"""The memory of a ring, and the copies between a slot and a device.
 
     python -m launch.bench transport [--shape qwen3_6_27b] [--tokens 16384] [--slots 4]
 
@@ -11,26 +11,26 @@ import mmap
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import torch
 
 from common.device.copy_stream import CopyStream, mark_computation
-from common.ring import memory, pinned
+from common.device.memory import GIB
+from common.ring import memory
 from common.ring.layout import SlotLayout
-from common.ring.ring import RingWriter
+from common.ring.ring import RingWriter, page_lock
+from launch.bench.harness.table import Rows, print_rows
 from launch.bench.shapes import SHAPES, random_run
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-GIB = 2**30
 NUM_ROUNDS, NUM_COPIES = 5, 4
 PEER = "torch pinned" if ON_GPU else "private memory"
 
 T = TypeVar("T")
-Rows = Iterator[tuple[str, str]]
-Copy = Callable[[], object]
 
 
 def measure(layout: SlotLayout, num_slots: int) -> Rows:
@@ -40,7 +40,7 @@ def measure(layout: SlotLayout, num_slots: int) -> Rows:
     yield f"ring of {num_slots} slots, {num_bytes / GIB:.2f} GiB: allocate", per_gib(created_s, num_bytes)
     first, populated_s = timed(lambda: to_tensor(memory.attach(fd)))
     yield "  map and populate", per_gib(populated_s, num_bytes)
-    _, registered_s = timed(lambda: pinned.register(first))
+    _, registered_s = timed(lambda: page_lock(first))
     yield "  register the populated pages", per_gib(registered_s, num_bytes) if ON_GPU else "needs a GPU"
     unregistered, again_s = timed(lambda: to_tensor(memory.attach(fd)))
     yield "  map and populate once more, as a restarted process does", per_gib(again_s, num_bytes)
@@ -52,21 +52,22 @@ def measure(layout: SlotLayout, num_slots: int) -> Rows:
 
 
 def measure_copies(slot: torch.Tensor, unregistered: torch.Tensor) -> Rows:
-    """A slot each way, beside memory that torch pinned and memory that nobody did, in turns."""
+    """Copy a slot each way, in turns with memory that torch pinned and memory that is not pinned."""
     near = torch.ones_like(slot, device=DEVICE)
     hosts = {"slot": slot, PEER: make_peer(slot)}
     if ON_GPU:
         hosts["not registered"] = unregistered[: slot.nbytes].view(slot.dtype).view(slot.shape)
-    for way, into_slot in (("to the device", False), ("from the device", True)):
-        copies = {name: _copying(host, near) if into_slot else _copying(near, host) for name, host in hosts.items()}
+    for direction, into_slot in (("to the device", False), ("from the device", True)):
+        pairs = {name: (host, near) if into_slot else (near, host) for name, host in hosts.items()}
+        copies = {name: partial(to.copy_, source, non_blocking=True) for name, (to, source) in pairs.items()}
         rates: dict[str, list[float]] = {name: [] for name in copies}
         for _ in range(NUM_ROUNDS):
             for name, action in copies.items():
                 rates[name].append(slot.nbytes * NUM_COPIES / time_s([action] * NUM_COPIES) / 1e9)
         medians = {name: statistics.median(values) for name, values in rates.items()}
         ratio = statistics.median(a / b for a, b in zip(rates["slot"], rates[PEER], strict=True))
-        what = f"slot of {slot.nbytes / GIB:.2f} GiB {way}"
-        yield what, ", ".join(f"{name} {value:.1f}" for name, value in medians.items()) + " GB/s"
+        described = ", ".join(f"{name} {value:.1f}" for name, value in medians.items())
+        yield f"slot of {slot.nbytes / GIB:.2f} GiB {direction}", f"{described} GB/s"
         yield f"  slot over {PEER}", f"{ratio:.3f}"
 
 
@@ -88,30 +89,26 @@ def measure_both_ways(slots: list[torch.Tensor]) -> Rows:
     yield "both ways at once", f"slots {ring_rate:.1f}, {PEER} {peer_rate:.1f} GB/s together"
 
 
-def _copying(to: torch.Tensor, source: torch.Tensor) -> Copy:
-    return lambda: to.copy_(source, non_blocking=True)
-
-
 def make_peer(slot: torch.Tensor) -> torch.Tensor:
-    """Host memory of the same size that torch owns."""
+    """Make host memory of the same size that torch owns."""
     peer = torch.zeros_like(slot)
     return peer.pin_memory() if ON_GPU else peer
 
 
 def to_tensor(mapping: mmap.mmap) -> torch.Tensor:
-    """uint8; it holds the mapping."""
+    """Return the bytes as a tensor, which keeps the mapping open."""
     return torch.frombuffer(memoryview(mapping), dtype=torch.uint8)
 
 
 def timed(action: Callable[[], T]) -> tuple[T, float]:
-    """The result and the seconds it took."""
+    """Return the result and the seconds that it took."""
     began = time.perf_counter()
     result = action()
     return result, time.perf_counter() - began
 
 
-def time_s(copies: list[Copy]) -> float:
-    """Seconds of all of them, launched without waiting in between, after one that is not counted."""
+def time_s(copies: list[Callable[[], object]]) -> float:
+    """Return the seconds of all copies, launched without waiting in between, after one that is not counted."""
     copies[0]()
     _synchronize()
     began = time.perf_counter()
@@ -122,7 +119,6 @@ def time_s(copies: list[Copy]) -> float:
 
 
 def per_gib(seconds: float, num_bytes: int) -> str:
-    """As the table shows it."""
     return f"{seconds / num_bytes * GIB:.3f} s/GiB"
 
 
@@ -132,7 +128,6 @@ def _synchronize() -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the table."""
     parser = argparse.ArgumentParser(prog="python -m launch.bench transport")
     parser.add_argument("--shape", choices=[*SHAPES, "tiny"], default="qwen3_6_27b")
     parser.add_argument("--tokens", type=int, default=16384 if ON_GPU else 512, help="of a slot")
@@ -140,6 +135,5 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     layout = SlotLayout.of(random_run(options.shape, options.tokens))
     print(f"{torch.cuda.get_device_name() if ON_GPU else 'CPU'}, torch {torch.__version__}, {' '.join(arguments)}")
-    for what, value in measure(layout, options.slots):
-        print(f"{what:66} {value}", flush=True)
+    print_rows(measure(layout, options.slots))
     return 0

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.config import Config
-from services.drafter.model.step import PackedBatch
+from services.drafter.model.batch import PackedBatch
 from services.target.model import TargetModel
 from services.target.pack import pack
 from services.target.rows import TargetRows, make_rows

@@ -3,21 +3,21 @@
                START           HANG
       DOWN ----------> ALIVE --------> HUNG
       ^  ^               |               |
-      |  |         RENEW |               | RENEW
+      |  |       REPLACE |               | REPLACE
       |  |               v               |
-      |  |            RENEWED <----------+
+      |  |            REPLACED <---------+
       |  |               |
       |  +---- RESTART --+-- FINISH --> DONE ----+
       |                  |                       |
       |                  +-- LEAVE ---> ENDED    |
       +------------------------------------------+ CALL
 
-START    its time has come                     RESTART  it died, and is to be started again
-HANG     no progress: its stacks are asked for FINISH   a drafter came to the end of the training
-RENEW    an operator ends this life            LEAVE    it was told to stop, or the run was given up
+START    its time has come                     RESTART  it died, and starts again
+HANG     no progress: it writes its stacks     FINISH   a drafter came to the end of the training
+REPLACE  an operator ends this incarnation     LEAVE    it was stopped, or the run was given up
 CALL     a drafter that was done is needed by its group again
 
-RESTART, FINISH and LEAVE start from ALIVE, HUNG and RENEWED alike. RENEW of an actor that is DOWN starts it now.
+RESTART, FINISH and LEAVE start from ALIVE, HUNG and REPLACED alike. REPLACE of an actor that is DOWN starts it now.
 """
 
 import enum
@@ -28,35 +28,31 @@ from common.errors import TransitionError
 
 
 class State(enum.Enum):
-    """How an actor is."""
-
     DOWN = "down"
     ALIVE = "alive"
     HUNG = "hung"
-    RENEWED = "renewed"
+    REPLACED = "replaced"
     DONE = "done"
     ENDED = "ended"
 
 
 class Edge(enum.Enum):
-    """What may happen to an actor."""
-
     START = "start"
     HANG = "hang"
-    RENEW = "renew"
+    REPLACE = "replace"
     RESTART = "restart"
     FINISH = "finish"
     LEAVE = "leave"
     CALL = "call"
 
 
-_LIVING = (State.ALIVE, State.HUNG, State.RENEWED)
+_LIVING = (State.ALIVE, State.HUNG, State.REPLACED)
 TRANSITIONS: dict[tuple[State, Edge], State] = {
     (State.DOWN, Edge.START): State.ALIVE,
-    (State.DOWN, Edge.RENEW): State.DOWN,
+    (State.DOWN, Edge.REPLACE): State.DOWN,
     (State.ALIVE, Edge.HANG): State.HUNG,
     (State.DONE, Edge.CALL): State.DOWN,
-    **{(state, Edge.RENEW): State.RENEWED for state in _LIVING},
+    **{(state, Edge.REPLACE): State.REPLACED for state in _LIVING},
     **{(state, Edge.RESTART): State.DOWN for state in _LIVING},
     **{(state, Edge.FINISH): State.DONE for state in _LIVING},
     **{(state, Edge.LEAVE): State.ENDED for state in _LIVING},
@@ -72,41 +68,35 @@ def move(state: State, edge: Edge) -> State:
 
 
 class Verdict(enum.Enum):
-    """What the end of a life means."""
+    """Meaning of the end of an incarnation."""
 
     DONE = "done"  # the training came to its end
-    STOPPED = "stopped"  # it was told to stop, and did
-    RENEWED = "renewed"  # an operator wanted this end
-    BAD_INPUT = "bad input"  # it refused what a person gave to the run
-    HOPELESS = "hopeless"  # the next life would end in the same way
+    STOPPED = "stopped"  # it was stopped in good order
+    REPLACED = "replaced"  # an operator wanted this end
+    BAD_INPUT = "bad input"  # it refused the input of the run
+    HOPELESS = "hopeless"  # the next incarnation would end in the same way
     CRASHED = "crashed"
 
 
 class Circumstances(NamedTuple):
-    """What the supervisor knows of a life beside its state."""
+    """Facts that a verdict needs beside state and exit code."""
 
     role: str
-    was_ready: bool  # this life or an earlier one
-    is_stopping: bool  # the actors were told to stop
+    was_ready: bool  # this incarnation or an earlier one
+    is_stopping: bool  # the actors were stopped
 
 
 def judge(state: State, exit_code: int, circumstances: Circumstances) -> Verdict:
-    """Return what the end of a life means.
-
-    Args:
-        state: of the actor when it ended.
-        exit_code: as in common/actor/lifecycle.py, or minus a signal number.
-        circumstances: of its life.
-    """
+    """Return the meaning of an end in `state`; the exit code is as in common/actor/lifecycle.py, or minus a signal number."""
     role, was_ready, is_stopping = circumstances
     if exit_code == EXIT_DONE and role == "drafter":
         return Verdict.DONE
     if exit_code == EXIT_STOPPED and is_stopping:
         return Verdict.STOPPED
-    if state == State.RENEWED:
-        return Verdict.RENEWED
+    if state == State.REPLACED:
+        return Verdict.REPLACED
     if exit_code == EXIT_HOPELESS:
-        reads_data = role == "target"  # what a target meets after it was ready is a damaged row
+        reads_data = role == "target"  # a target that was ready ends so only at a damaged row
         return Verdict.BAD_INPUT if reads_data or not was_ready else Verdict.HOPELESS
     if exit_code > 0 and not was_ready:
         return Verdict.HOPELESS

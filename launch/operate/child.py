@@ -1,4 +1,4 @@
-"""One actor as a child process: its state, and its lives: started, watched through a pidfd, ended."""
+"""One actor as a child process: started, watched through a pidfd, ended, and started again."""
 
 import os
 import select
@@ -13,6 +13,7 @@ from common.actor.lifecycle import start_time
 from common.ring.slot_table import Owner
 from common.run_dir import log_path
 from launch.operate.actor_state import Edge, State, move
+from launch.operate.log_file import rotate
 from launch.operate.topology import ActorSpec, SharedFds, command, inherited_fds
 
 _ENVIRONMENT = {
@@ -23,7 +24,7 @@ _ENVIRONMENT = {
 
 
 class Exit(NamedTuple):
-    """How a life ended: an exit code, or minus a signal number as in subprocess."""
+    """End of an incarnation: an exit code, or minus a signal number as in subprocess."""
 
     code: int
     owner: Owner
@@ -33,17 +34,17 @@ class Exit(NamedTuple):
 
 
 class Child:
-    """A place in the topology and the life that fills it now, if any."""
+    """An actor of the topology and its current process, if any."""
 
     def __init__(self, spec: ActorSpec, run_dir: Path) -> None:
         self.spec = spec
         self.log = log_path(run_dir, spec.name)
         self.state = State.DOWN
-        self.due_s = 0.0  # when to start it where it is DOWN, to kill it where it is HUNG or RENEWED
-        self.was_ready = False  # in this life or an earlier one
+        self.due_s = 0.0  # when to start it where it is DOWN, to kill it where it is HUNG or REPLACED
+        self.was_ready = False  # in this incarnation or an earlier one
         self.started_s = 0.0
         self.last_exit: Exit | None = None
-        self.num_batches = 0  # of the lives that have ended
+        self.num_batches = 0  # of the incarnations that have ended
         self._run_dir = run_dir
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = Owner(0, 0)
@@ -51,12 +52,12 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """Whether a life was started and its end was not taken yet."""
+        """Whether it was started and its end was not taken yet."""
         return self._process is not None
 
     @property
     def pid(self) -> int:
-        """Of the latest life."""
+        """Process id of the latest incarnation."""
         return self._owner.pid
 
     def move(self, edge: Edge, due_s: float = 0.0) -> None:
@@ -64,13 +65,13 @@ class Child:
         self.state, self.due_s = move(self.state, edge), due_s
 
     def start(self, fds: SharedFds) -> None:
-        """Start a life. Call from the main thread: the parent-death signal is tied to the thread that spawns."""
+        """Start a process. Call from the main thread: the parent-death signal is tied to the thread that spawns."""
         assert self._process is None, f"{self.spec.name} is alive"
         self.log.parent.mkdir(exist_ok=True)
-        line = command(sys.executable, self.spec, self._run_dir, fds, os.getpid())
+        rotate(self.log)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                line,
+                command(sys.executable, self.spec, self._run_dir, fds, os.getpid()),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -84,7 +85,7 @@ class Child:
         self.started_s = time.monotonic()
 
     def send(self, signum: signal.Signals) -> None:
-        """Signal the life, if any; SIGKILL goes to its whole session."""
+        """Signal the process, if any; SIGKILL goes to its whole session."""
         if self._process is None:
             return
         if signum == signal.SIGKILL:
@@ -93,20 +94,13 @@ class Child:
             signal.pidfd_send_signal(self._pidfd, signum)  # Popen's own would reap an end that take_exit has not seen
 
     def take_exit(self) -> Exit | None:
-        """The end of the life, once, after the kernel reported it."""
+        """Return the end of the process, once, after the kernel reported it."""
         if self._process is None or not select.select([self._pidfd], [], [], 0)[0]:
             return None
-        exit_ = self.last_exit = Exit(self._process.wait(), self._owner)
+        self.last_exit = Exit(self._process.wait(), self._owner)
         os.close(self._pidfd)
         self._process = None
-        return exit_
-
-    def abandon(self) -> Exit:
-        """Take a life for ended that may still go on: the negative control of the tests of fencing, nothing else."""
-        assert self._process is not None
-        exit_ = self.last_exit = Exit(-signal.SIGKILL, self._owner)
-        self._process, self._pidfd = None, -1
-        return exit_
+        return self.last_exit
 
 
 def wait_for_exit(children: list[Child], timeout_s: float) -> None:

@@ -1,40 +1,37 @@
-"""What an operator and a supervisor say to each other: msgpack on the wire, one union per direction.
+"""The messages between operator and supervisor: msgpack on the wire, one union per direction.
 
 operator            supervisor
   GetStatus    ->     RunStatus
-  Restart      ->     Accepted | Refused     end a life in good order, start the next; no crash
+  Restart      ->     Accepted | Refused     end an actor in good order and start it again; no crash
   Kill         ->     Accepted | Refused     the same by SIGKILL
-  Stop         ->     Accepted               as Ctrl-C
+  Stop         ->     Accepted               as Ctrl-C: drafters save; a second one ends the run at once
 anything else  ->     Refused
 """
 
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
 
-MAX_REQUEST_BYTES = 1 << 16  # far above the longest; more ends the connection
-MAX_WAITING_REQUESTS = 64  # of one connection
+from common import wire
+
 ActorState = Literal["starting", "warming up", "ready", "down", "done"]
 
 
 class GetStatus(msgspec.Struct, frozen=True, tag=True):
-    """Ask how the run is."""
+    pass
 
 
 class Restart(msgspec.Struct, frozen=True, tag=True):
-    """End an actor's life in good order and start the next."""
-
-    name: str
+    name: str  # of an actor
 
 
 class Kill(msgspec.Struct, frozen=True, tag=True):
-    """Kill an actor; the next life starts at once."""
-
-    name: str
+    name: str  # of an actor
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """End the run: drafters save; a second one ends it at once."""
+    pass
 
 
 class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +43,7 @@ class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
     uptime_s: float | None
     progress_age_s: float | None  # since it last said that it is alive
     restarts: int
-    lost_s: float  # without its work, over all its deaths
+    lost_s: float  # from its last progress until it was ready again, over all its deaths
     last_exit: str | None
 
 
@@ -58,8 +55,6 @@ class RingStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A whole run; nothing in it was asked of an actor."""
-
     run_dir: str
     state: Literal["running", "stopping"]
     uptime_s: float
@@ -82,20 +77,15 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
-    """It is under way."""
-
-    what: str
+    what: str  # is under way
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Nothing was done."""
-
-    reason: str
+    reason: str  # why nothing was done
 
 
 Request = GetStatus | Restart | Kill | Stop
 Reply = RunStatus | Accepted | Refused
 
-encode = msgspec.msgpack.Encoder().encode
-decode_request = msgspec.msgpack.Decoder(Request).decode
-decode_reply = msgspec.msgpack.Decoder(Reply).decode
+decode_request: Callable[[bytes], Request] = wire.decoder(Request)
+decode_reply: Callable[[bytes], Reply] = wire.decoder(Reply)

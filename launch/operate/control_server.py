@@ -1,26 +1,25 @@
-"""The supervisor's ear for an operator: one socket in the run directory, looked at in every tick, never waited for."""
+"""The operator's way to the supervisor: one socket in the run directory, polled in every tick, never waited for."""
 
 import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import assert_never
 
-import msgspec
 import zmq
 
+from common import wire
+from common.errors import ProtocolError
 from common.run_dir import control_path
 from launch.operate import control_messages
 from launch.operate.actor_state import State
-from launch.operate.child import Child
 from launch.operate.control_messages import Accepted, GetStatus, Kill, Refused, Reply, Request, Restart, RunStatus, Stop
 from launch.operate.supervisor import Supervisor
 
-_UNDECODABLE = (msgspec.DecodeError, RecursionError)
 log = logging.getLogger(__name__)
 
 
 class ControlServer:
-    """Answers what has arrived; whatever arrives, the run goes on."""
+    """Answers every request; no message, however wrong, ends the run."""
 
     def __init__(self, run_dir: Path, supervisor: Supervisor, read_status: Callable[[], RunStatus]) -> None:
         self._supervisor = supervisor
@@ -29,31 +28,28 @@ class ControlServer:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 100)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, control_messages.MAX_REQUEST_BYTES)
-        self._socket.setsockopt(zmq.RCVHWM, control_messages.MAX_WAITING_REQUESTS)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
+        self._socket.setsockopt(zmq.RCVHWM, wire.MAX_WAITING_FRAMES)
         self._socket.bind(f"ipc://{self._path}")
         self._path.chmod(0o600)
 
     def serve(self) -> None:
-        """Answer all that is waiting."""
+        """Answer the requests that have arrived."""
         while self._socket.poll(0):
             address, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            reply = self._answer(frames[-1] if frames else b"")
-            try:
-                self._socket.send_multipart([address, *frames[:-1], control_messages.encode(reply)], zmq.NOBLOCK)
-            except zmq.Again:
-                log.warning("an operator does not take its answers")
+            reply = self._answer(b"".join(frames))
+            self._socket.send_multipart([address, wire.encode(reply)])  # a ROUTER drops it where nobody takes it
 
     def close(self) -> None:
-        """Send what is left and take the socket away."""
+        """Send the answers that are left and remove the socket."""
         self._context.destroy(linger=100)
         self._path.unlink(missing_ok=True)
 
     def _answer(self, data: bytes) -> Reply:
         try:
             return self._act(control_messages.decode_request(data))
-        except _UNDECODABLE as error:
-            return Refused(f"needed a message of launch/operate/control_messages.py, found {len(data)} bytes: {error}")
+        except ProtocolError as error:
+            return Refused(f"needed a message of launch/operate/control_messages.py: {error}")
 
     def _act(self, request: Request) -> Reply:
         match request:
@@ -63,25 +59,21 @@ class ControlServer:
                 self._supervisor.stop()
                 return Accepted("the run is being stopped")
             case Restart(name):
-                return self._renew(name, gently=True)
+                return self._replace(name, gently=True)
             case Kill(name):
-                return self._renew(name, gently=False)
+                return self._replace(name, gently=False)
         assert_never(request)
 
-    def _renew(self, name: str, *, gently: bool) -> Reply:
-        child = next((child for child in self._supervisor.children if child.spec.name == name), None)
-        if child is None:
-            names = ", ".join(child.spec.name for child in self._supervisor.children)
-            return Refused(f"needed one of {names}, found {name!r}")
+    def _replace(self, name: str, *, gently: bool) -> Reply:
+        children = {child.spec.name: child for child in self._supervisor.children}
+        if name not in children:
+            return Refused(f"needed one of {', '.join(children)}, found {name!r}")
+        child = children[name]
         if self._supervisor.is_stopping:
             return Refused("the run is being stopped")
         if child.state == State.DONE:
             return Refused(f"{name} has come to the end of the training")
         log.warning("an operator %s %s", "restarts" if gently else "kills", name)
-        return Accepted(self._describe(child, gently))
-
-    def _describe(self, child: Child, gently: bool) -> str:
-        pid = child.pid if child.alive else None
-        self._supervisor.renew(child, gently=gently)
-        end = "is down" if pid is None else f"(pid {pid}) is told to end" if gently else f"(pid {pid}) is killed"
-        return f"{child.spec.name} {end}; its next life starts at once"
+        found = f"(pid {child.pid}) is being {'ended' if gently else 'killed'}" if child.alive else "is down"
+        self._supervisor.replace(child, gently=gently)
+        return Accepted(f"{name} {found}; it starts again at once")

@@ -8,14 +8,14 @@ from common.config import SupervisionConfig
 
 
 class Progress(NamedTuple):
-    """Counts that only grow; where they stand still between two deaths of an actor, the second came of no work."""
+    """Counts that only grow; where both are equal at two deaths of an actor, no work was done between them."""
 
     step: int  # the furthest optimizer step of the run
     num_batches: int  # that the actor, or all that it serves, have computed
 
 
 class Restarts:
-    """Counts ends per actor; an actor that ends too often, or again and again without progress, is not started again."""
+    """Counts deaths per actor; an actor that dies too often, or again and again without progress, is not started again."""
 
     def __init__(self, settings: SupervisionConfig) -> None:
         self._settings = settings
@@ -27,9 +27,9 @@ class Restarts:
         self._lost_s: dict[str, float] = collections.defaultdict(float)
 
     def plan(self, name: str, progress: Progress) -> float | str:
-        """Return when to start the actor again after the end that it came to now, or why that was one too many.
+        """Return when to start an actor that has just died again, or why this death was one too many.
 
-        Restarts within the window bound a fast loop, deaths without progress one whose lives are long.
+        Restarts within the window bound a fast loop, deaths without progress a slow one.
         """
         now, settings = time.monotonic(), self._settings
         self._fruitless[name] = self._fruitless[name] + 1 if self._at_death.get(name) == progress else 1
@@ -45,21 +45,21 @@ class Restarts:
         self.counts[name] += 1
         return now + settings.backoff_s * (2.0 ** (len(recent) - 1) - 1.0)
 
-    def renew(self, name: str) -> float:
-        """When to start it again after an end that an operator wanted: now, whatever came before."""
+    def plan_replacement(self, name: str) -> float:
+        """Return when to start an actor again that an operator ended: now, however often it died before."""
         self.counts[name] += 1
         return time.monotonic()
 
-    def is_down(self, name: str, since_s: float) -> None:
-        """Say since when (CLOCK_MONOTONIC) an actor does no work."""
+    def mark_down(self, name: str, since_s: float) -> None:
+        """Note since when (CLOCK_MONOTONIC) an actor does no work."""
         self._down_since.setdefault(name, since_s)
 
-    def is_back(self, name: str) -> None:
-        """Say that it works; harmless where it was not down."""
+    def mark_up(self, name: str) -> None:
+        """Note that an actor works; harmless where it was not down."""
         self._lost_s[name] = self.lost_s(name)
         self._down_since.pop(name, None)
 
     def lost_s(self, name: str) -> float:
-        """Seconds without its work after its deaths so far: from its last progress until it was ready again."""
+        """Return the seconds without an actor's work: from its last progress before each death until it was ready again."""
         down_since = self._down_since.get(name)
         return self._lost_s[name] + (0.0 if down_since is None else time.monotonic() - down_since)

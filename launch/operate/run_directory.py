@@ -1,4 +1,4 @@
-"""The directory of a run: what may stand in it, and the lock that makes it one run's own."""
+"""The directory of a run: checked before it is touched, locked by one run, resumed under the settings that made it."""
 
 import fcntl
 import os
@@ -7,33 +7,47 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
+
+from common import config as configuration
+from common import run_dir as paths
 from common.actor import faults
-from common.errors import ConfigError, RunDirectoryBusyError
-from common.run_dir import control_path, log_path, metrics_path, report_path
-from launch.operate.summary import read_series
+from common.config import Config
+from common.errors import CheckpointError, ConfigError, RunDirectoryBusyError
+from launch.operate.report import read_series
 from launch.operate.topology import ActorSpec
 
-_FOLDERS = ("data", "logs", "metrics", "checkpoints", "export", "quarantine", "rendezvous", "profile")
-_FILES = ("lock", "exchange.lock", "config.json", "faults.json", "damaged.json")
-_Test = Callable[[int], bool]
+_FOLDERS = (
+    paths.DATA,
+    paths.LOGS,
+    paths.METRICS,
+    paths.CHECKPOINTS,
+    paths.EXPORT,
+    paths.QUARANTINE,
+    paths.RENDEZVOUS,
+    paths.PROFILE,
+)
+_FILES = (paths.LOCK, paths.EXCHANGE_LOCK, paths.CONFIG, paths.FAULTS)
+_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFREG: "a file", stat.S_IFSOCK: "a socket", stat.S_IFIFO: "a pipe"}
+_FIXED = ("model", "draft", "data", "plan", "evaluation")  # targets, drafters, ring and training settings may change
+_MAY_MOVE = ("draft.init",)  # its contents are compared
 
 
 def check_run_dir(run_dir: Path, actors: list[ActorSpec]) -> None:
-    """Look at all that a run reads or writes in its directory, and touch nothing.
+    """Check all that a run reads or writes in its directory, and change nothing.
 
     Raises:
         ConfigError: something is of another kind than the run makes it.
-        DataError: the figures of an earlier start hold what no drafter has written.
+        DataError: the metrics of an earlier start hold records that no drafter has written.
     """
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"--run-dir: needed a directory to write to, found the file {run_dir}")
     for name in _FOLDERS:
         _check_kind(run_dir / name, stat.S_ISDIR, "a folder")
-    logs = [log_path(run_dir, actor.name) for actor in actors]
-    metrics = [metrics_path(run_dir, actor.name) for actor in actors]
-    for path in (*(run_dir / name for name in _FILES), report_path(run_dir), *logs, *metrics):
+    of_actors = [path(run_dir, actor.name) for actor in actors for path in (paths.log_path, paths.metrics_path)]
+    for path in (*(run_dir / name for name in _FILES), paths.report_path(run_dir), *of_actors):
         _check_kind(path, stat.S_ISREG, "a file")
-    for path in (control_path(run_dir), run_dir / "exchange.sock"):
+    for path in (paths.control_path(run_dir), paths.exchange_socket(run_dir)):
         _check_kind(path, stat.S_ISSOCK, "a socket")
     faults.read(run_dir)
     read_series(run_dir, sum(actor.role == "drafter" for actor in actors))
@@ -41,13 +55,17 @@ def check_run_dir(run_dir: Path, actors: list[ActorSpec]) -> None:
 
 @contextmanager
 def lock_run_dir(run_dir: Path) -> Iterator[None]:
-    """Make the directory where it is not there, and hold its lock for the time of the block.
+    """Create the directory if needed, and hold its lock for the time of the block.
 
     Raises:
         ConfigError: it cannot be made or written to.
         RunDirectoryBusyError: another run holds it.
     """
-    fd = _open_lock(run_dir)
+    try:
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(run_dir / paths.LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"--run-dir: needed a directory to write to, found {run_dir}: {error.strerror}") from error
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -58,16 +76,26 @@ def lock_run_dir(run_dir: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _open_lock(run_dir: Path) -> int:
-    try:
-        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return os.open(run_dir / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise ConfigError(f"--run-dir: needed a directory to write to, found {run_dir}: {error.strerror}") from error
+def check_resume(config: Config, run_dir: Path) -> None:
+    """Compare with the configuration that the checkpoints of the directory were made under, if there are any.
+
+    Raises:
+        CheckpointError: a setting differs that decides batches, draft model or hidden states; both values are named.
+    """
+    if not any((run_dir / paths.CHECKPOINTS).glob("step-????????")) or not (run_dir / paths.CONFIG).exists():
+        return  # the checkpoints name the batches and the draft model, which the drafters compare
+    earlier = configuration.read(run_dir)
+    pairs = {"seed": (earlier.seed, config.seed)}
+    for table in _FIXED:
+        before, now = (msgspec.structs.asdict(getattr(side, table)) for side in (earlier, config))
+        pairs |= {f"{table}.{key}": (before[key], now[key]) for key in before}
+    for key, (needed, found) in pairs.items():
+        if needed != found and key not in _MAY_MOVE:
+            raise CheckpointError(f"{key}: needed {needed}, as the checkpoints in {run_dir} have it, found {found}")
 
 
-def _check_kind(path: Path, is_kind: _Test, needed: str) -> None:
-    """A link counts as the thing that it leads to; one that leads nowhere is of no kind."""
+def _check_kind(path: Path, is_kind: Callable[[int], bool], needed: str) -> None:
+    """Check a path that may not exist. A link counts as its target; one that leads nowhere is of no kind."""
     try:
         mode = path.stat().st_mode
     except OSError as error:
@@ -75,9 +103,4 @@ def _check_kind(path: Path, is_kind: _Test, needed: str) -> None:
             raise ConfigError(f"{path}: needed {needed}: {error.strerror}") from error
         return
     if not is_kind(mode):
-        raise ConfigError(f"{path}: needed {needed}, found {_name_kind(mode)}")
-
-
-def _name_kind(mode: int) -> str:
-    kinds = {stat.S_IFDIR: "a folder", stat.S_IFREG: "a file", stat.S_IFSOCK: "a socket", stat.S_IFIFO: "a pipe"}
-    return kinds.get(stat.S_IFMT(mode), "a device")
+        raise ConfigError(f"{path}: needed {needed}, found {_KINDS.get(stat.S_IFMT(mode), 'a device')}")

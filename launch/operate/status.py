@@ -1,4 +1,4 @@
-"""How a run is, from the supervisor, the board and the slot table: it can be said also when every actor hangs."""
+"""The state of a run from the supervisor, the board and the slot table: it can be read also when every actor hangs."""
 
 import math
 import time
@@ -7,7 +7,6 @@ from pathlib import Path
 from common.acceptance import find_best
 from common.actor.board import Board, Phase
 from common.ring.slot_table import SlotTable
-from common.run_dir import actor_name
 from launch.operate.actor_state import State
 from launch.operate.child import Child
 from launch.operate.control_messages import ActorState, ActorStatus, RingStatus, RunStatus
@@ -29,7 +28,7 @@ class Gauges:
         self._started_s = time.monotonic()
 
     def read(self) -> RunStatus:
-        """The state of this moment."""
+        """Return the state of this moment."""
         pace, lead, waiting = self._pace, self._pace.lead, self._pace.waiting()
         best = find_best(self._run_dir)
         return RunStatus(
@@ -50,33 +49,26 @@ class Gauges:
             drafters_waiting=waiting.drafters if waiting else None,
             time_left_s=pace.time_left_s(),
             restarts=self._supervisor.deaths.counts.total(),
-            actors=[self.read_actor(child) for child in self._supervisor.children],
+            actors=[self._read_actor(child) for child in self._supervisor.children],
             rings=self._read_rings(),
         )
 
-    def read_actor(self, child: Child) -> ActorStatus:
-        """The state of one actor."""
-        name, now, notice = child.spec.name, time.monotonic(), self._board.read(child.spec.place)
-        alive, deaths = child.alive, self._supervisor.deaths
-        state: ActorState = _STATES[notice.phase]
-        if not alive:
-            state = "done" if child.state == State.DONE else "down"
+    def _read_actor(self, child: Child) -> ActorStatus:
+        name, now, notice = child.spec.name, time.monotonic(), self._board.read(child.spec.record)
+        ended: ActorState = "done" if child.state == State.DONE else "down"
         return ActorStatus(
             name=name,
-            state=state,
-            pid=child.pid if alive else None,
-            uptime_s=now - child.started_s if alive else None,
-            progress_age_s=now - notice.progress_s if alive else None,
-            restarts=deaths.counts[name],
-            lost_s=deaths.lost_s(name),
+            state=_STATES[notice.phase] if child.alive else ended,
+            pid=child.pid if child.alive else None,
+            uptime_s=now - child.started_s if child.alive else None,
+            progress_age_s=now - notice.progress_s if child.alive else None,
+            restarts=self._supervisor.deaths.counts[name],
+            lost_s=self._supervisor.deaths.lost_s(name),
             last_exit=str(child.last_exit) if child.last_exit else None,
         )
 
     def _read_rings(self) -> list[RingStatus]:
-        targets = [child for child in self._supervisor.children if child.spec.role == "target"]
+        targets = [child.spec.name for child in self._supervisor.children if child.spec.role == "target"]
         states = [self._table.read(slot).state.name.lower() for slot in range(len(self._table))]
         size = len(states) // len(targets)
-        return [
-            RingStatus(target=actor_name("target", ring), slots=states[ring * size : (ring + 1) * size])
-            for ring in range(len(targets))
-        ]
+        return [RingStatus(target=name, slots=states[i * size : (i + 1) * size]) for i, name in enumerate(targets)]

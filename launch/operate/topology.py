@@ -1,4 +1,4 @@
-"""Which processes a run has, as a value: printable, testable, started by nobody here."""
+"""The processes of a run and their shared memory, as a value: printable and testable without starting anything."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,9 +6,12 @@ from typing import NamedTuple
 
 from common.actor.board import board_bytes
 from common.config import Config
+from common.ring import memory
 from common.ring.layout import SlotLayout
 from common.ring.slot_table import table_bytes
 from common.run_dir import actor_name
+
+_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -18,11 +21,11 @@ class ActorSpec:
     role: str
     index: int
     device: str
-    place: int  # record on the board
+    record: int  # on the board
 
     @property
     def name(self) -> str:
-        """As in the log, the metrics and the commands of an operator."""
+        """Name in logs, metrics and the commands of an operator."""
         return actor_name(self.role, self.index)
 
 
@@ -50,10 +53,10 @@ class SharedFds(NamedTuple):
 
 
 def plan_topology(config: Config) -> Topology:
-    """The exchange, then the targets, then the drafters."""
+    """List the exchange, then the targets, then the drafters, and size their memory."""
     roles = [("exchange", ["cpu"]), ("target", config.targets.devices), ("drafter", config.drafters.devices)]
     entries = [(role, index, device) for role, devices in roles for index, device in enumerate(devices)]
-    actors = [ActorSpec(role, index, device, place) for place, (role, index, device) in enumerate(entries)]
+    actors = [ActorSpec(*entry, record) for record, entry in enumerate(entries)]
     return Topology(
         actors=actors,
         ring_bytes=SlotLayout.of(config).ring_bytes(config.ring.num_slots),
@@ -63,10 +66,17 @@ def plan_topology(config: Config) -> Topology:
     )
 
 
+def create_memory(topology: Topology) -> SharedFds:
+    """Allocate all shared memory of a run in full; ConfigError where the machine has too little."""
+    rings = [memory.create(f"headrace-ring-{index}", topology.ring_bytes) for index in range(topology.num_rings)]
+    control = memory.create("headrace-control", topology.table_bytes)
+    return SharedFds(rings, control, memory.create("headrace-board", topology.board_bytes))
+
+
 def command(python: str, spec: ActorSpec, run_dir: Path, fds: SharedFds, supervisor_pid: int) -> list[str]:
-    """The command line of one life of an actor."""
+    """Return the command line of an actor."""
     line = [python, "-m", f"services.{spec.role}", "--run-dir", str(run_dir), "--index", str(spec.index)]
-    line += ["--place", str(spec.place), "--parent", str(supervisor_pid), "--board-fd", str(fds.board)]
+    line += ["--record", str(spec.record), "--parent", str(supervisor_pid), "--board-fd", str(fds.board)]
     if spec.role == "exchange":
         return [*line, "--control-fd", str(fds.control)]
     if spec.role == "target":
@@ -75,15 +85,13 @@ def command(python: str, spec: ActorSpec, run_dir: Path, fds: SharedFds, supervi
 
 
 def inherited_fds(spec: ActorSpec, fds: SharedFds) -> list[int]:
-    """The memory an actor may touch, and no more."""
+    """Return the memory that an actor may touch."""
     own = {"exchange": [fds.control], "target": fds.rings[spec.index : spec.index + 1], "drafter": fds.rings}
     return [fds.board, *own[spec.role]]
 
 
 def describe(topology: Topology) -> str:
-    """The process plan and its memory, for `--dry-run` and the head of a run."""
-    gib = 2**30
+    """Format the processes and their memory, for `--dry-run` and the head of a run."""
     lines = [f"  {spec.name:<12} python -m services.{spec.role:<9} {spec.device}" for spec in topology.actors]
-    rings = f"{topology.num_rings} rings of {topology.ring_bytes / gib:.3f} GiB"
-    memory = f"  {rings}, {topology.shared_bytes / gib:.3f} GiB shared memory in all"
-    return "\n".join([*lines, memory])
+    rings = f"{topology.num_rings} rings of {topology.ring_bytes / _GIB:.3f} GiB"
+    return "\n".join([*lines, f"  {rings}, {topology.shared_bytes / _GIB:.3f} GiB shared memory in all"])

@@ -26,8 +26,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from common.errors import HeadraceError
-from launch.arguments import parse_device
+from launch.arguments import parse_device, run_command
 from launch.parity.report import format_report, make_report, to_json
 from launch.parity.sides import Request, run_both
 
@@ -55,17 +54,17 @@ def parse(argv: list[str] | None) -> tuple[Request, bool]:
     return Request(**{name: getattr(arguments, name) for name in Request._fields}), arguments.json
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Read the command line and compare."""
-    request, as_json = parse(argv)
-    try:
-        report = make_report(run_both(request))
-    except HeadraceError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+def _compare(parsed: tuple[Request, bool]) -> int:
+    request, as_json = parsed
+    report = make_report(run_both(request))
     as_text = msgspec.json.format(msgspec.json.encode(to_json(report)), indent=2).decode()  # null for what is not finite
     print(as_text if as_json else format_report(report))
     return 0 if report.same else 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Read the command line and compare."""
+    return run_command(_compare, parse(argv))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common.errors import CheckpointError
-from common.json_file import read_object
+from common.run_dir import read_object
 from common.target_shape import default_tap_layers
 from common.weights import locate_tensors, read_tensors
 from services.drafter.folder.layouts import Layout, detect, find_foreign

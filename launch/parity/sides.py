@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from common import config as configuration
 from common.config import ActorsConfig, Config, DataConfig, DraftConfig, ModelConfig, PlanConfig, TargetsConfig
 from common.errors import CheckpointError, ModelError
+from common.run_dir import CHECKPOINTS, EXPORT
 from common.target_shape import read_target_shape
 from common.weights import find_head
 from launch.decoding.full_target import load_full_target, stop_tokens
@@ -71,7 +72,7 @@ class Outcome(NamedTuple):
 
 def is_run(path: Path) -> bool:
     """A run directory has checkpoints, a drafter's folder has not."""
-    return (path / "checkpoints").is_dir()
+    return (path / CHECKPOINTS).is_dir()
 
 
 def run_both(request: Request) -> Outcome:
@@ -116,7 +117,7 @@ def _subject_folder(request: Request) -> Iterator[Path]:
     if not is_run(request.subject):
         yield request.subject
         return
-    ready = request.subject / "export"
+    ready = request.subject / EXPORT
     if request.step is None and ready.is_dir():
         yield ready
         return

@@ -22,9 +22,10 @@ from launch.parity.probe import Document
 from launch.parity.stages import Reading, Trace, collect
 from services.drafter.model.anchors import Blocks, all_blocks
 from services.drafter.model.attention import DenseAttention, KeysValues
+from services.drafter.model.batch import PackedBatch
 from services.drafter.model.frozen import load_embedding_and_head
 from services.drafter.model.model import DraftModel, Rotation, rotation
-from services.drafter.model.step import PackedBatch, block_hidden, predict_blocks
+from services.drafter.model.step import block_hidden, predict_blocks
 from services.drafter.model.visibility import BlockAnchors, key_runs
 
 CPU = torch.device("cpu")
@@ -57,7 +58,7 @@ def run_training(config: Config, weights: Mapping[str, Tensor], documents: list[
     model = DraftModel(config).eval()
     model.load_state_dict({name: weight.bfloat16().float() for name, weight in weights.items()})
     batch, frozen = _pack(config, documents, device), load_embedding_and_head(config, CPU)
-    offered = next(all_blocks(batch.input_ids, batch.loss_mask, batch.cu_seqlens, config))
+    offered = next(all_blocks(batch, config))
     blocks = _choose(offered, documents, batch.cu_seqlens)
     calls, hidden = _run_layers(model, frozen[0], batch, blocks, config)
     predictions = predict_blocks(model, *frozen, batch, blocks, config)

@@ -53,7 +53,7 @@ def main(actor: Actor) -> None:
     try:
         evaluator = Evaluator(model, (embedding, head), config)
         run = RunState(evaluator.make_rounds(), evaluator.summarise)
-        Trainer(actor, config, state, run, evaluator, checkpointer, group).run(fetcher)
+        Trainer(actor, config, state, run, evaluator, checkpointer, group, fetcher).run()
     finally:
         fetcher.stop()
         group.leave()

@@ -1,4 +1,4 @@
-"""The life of a slot: a drawing, a table and one function.
+"""The states of a slot: a drawing, a table and one function.
 
               LEASE               PUBLISH               GRANT
       FREE ---------> WRITING ------------> READY ------------------> READING
@@ -9,10 +9,10 @@
 
 LEASE     a target may fill the slot            ABANDON   the target died before it announced
 PUBLISH   the target has filled it              RETURN    the drafter died before it released
-GRANT     a drafter may copy it out             EVICT     a batch nobody waits for makes room
+GRANT     a drafter may copy it out             EVICT     a batch that nobody waits for makes room
 RELEASE   the drafter has its copy
 
-ABANDON and RETURN follow only the kernel's word that the owner is dead.
+ABANDON and RETURN only follow after the kernel has reported that the owner is dead.
 """
 
 import enum
@@ -23,8 +23,6 @@ from common.ring.slot_table import NO_BATCH, Owner, SlotRecord, SlotState, SlotT
 
 
 class Edge(enum.Enum):
-    """What may happen to a slot."""
-
     LEASE = "lease"
     PUBLISH = "publish"
     GRANT = "grant"
@@ -46,7 +44,7 @@ TRANSITIONS: dict[tuple[SlotState, Edge], SlotState] = {
 
 
 def move(record: SlotRecord, edge: Edge) -> SlotRecord:
-    """The record after `edge`; TransitionError where its state has no such edge."""
+    """Return the record after `edge`; TransitionError if its state has no such edge."""
     after = TRANSITIONS.get((record.state, edge))
     if after is None:
         raise TransitionError(f"slot generation {record.generation}: {record.state.name} has no edge {edge.name}")
@@ -54,7 +52,7 @@ def move(record: SlotRecord, edge: Edge) -> SlotRecord:
 
 
 class Leases:
-    """All slots of all rings, and the only hand that writes their states."""
+    """The slots of all rings; the only writer of their states."""
 
     def __init__(self, table: SlotTable, num_rings: int) -> None:
         table.claim()
@@ -63,53 +61,50 @@ class Leases:
         self._slots_per_ring = len(table) // num_rings
 
     def ring_of(self, slot: int) -> int:
-        """The ring, and so the target, that a slot belongs to."""
         return slot // self._slots_per_ring
 
     def read(self, slot: int) -> SlotRecord:
-        """The record of a slot."""
         return self._table.read(slot)
 
     def __len__(self) -> int:
         return len(self._table)
 
     def lease(self, slot: int, batch: int, owner: Owner) -> SlotRecord:
-        """FREE -> WRITING under a new generation."""
+        """Follow LEASE, under a new generation."""
         record = move(self.read(slot), Edge.LEASE)
         return self._store(slot, record._replace(generation=record.generation + 1, batch=batch, owner=owner))
 
     def grant(self, slot: int, owner: Owner) -> SlotRecord:
-        """READY -> READING."""
         return self._store(slot, move(self.read(slot), Edge.GRANT)._replace(owner=owner))
 
     def follow(self, slot: int, edge: Edge) -> SlotRecord:
-        """Any edge that changes nothing but the state."""
+        """Follow an edge that changes nothing but the state."""
         assert edge not in (Edge.LEASE, Edge.GRANT), "these edges name an owner"
         return self._store(slot, move(self.read(slot), edge))
 
     def is_current(self, slot: int, generation: int, owner: Owner, state: SlotState) -> bool:
-        """Whether that process still has the right that it names."""
+        """Return whether that process still has the right that it names."""
         if not 0 <= slot < len(self):
             return False
         record = self.read(slot)
         return (record.state, record.generation, record.owner) == (state, generation, owner)
 
     def in_state(self, state: SlotState, ring: int | None = None) -> list[tuple[int, SlotRecord]]:
-        """The slots in a state, in order; of one ring or of all."""
+        """Return the slots in a state, in order; of one ring or of all."""
         first, last = (0, len(self)) if ring is None else (ring * self._slots_per_ring, (ring + 1) * self._slots_per_ring)
         records = [(slot, self.read(slot)) for slot in range(first, last)]
         return [(slot, record) for slot, record in records if record.state == state]
 
     def batches(self) -> dict[int, int]:
-        """The batches that are in a slot, being written, ready or being read -> the slot."""
+        """Return the batches that are being written, ready or being read, and the slot of each."""
         return {
             record.batch: slot
             for slot in range(len(self))
             if (record := self.read(slot)).state != SlotState.FREE and record.batch != NO_BATCH
         }
 
-    def bury(self, owner: Owner) -> None:
-        """Reclaim all that a dead process had the right to."""
+    def reclaim(self, owner: Owner) -> None:
+        """Take back all slots of a dead process."""
         for slot in range(len(self)):
             record = self.read(slot)
             if record.owner != owner:

@@ -1,12 +1,12 @@
-"""Which samples make which batch: a pure function of the data sets, the seed and the plan settings.
+"""The samples of every batch: a pure function of the data sets, the seed and the plan settings.
 
 The run is one sequence of batches, cut into groups of G = plan.batches_per_step:
 
     | evaluation | step 1 | step 2 | ... | step n | evaluation | step n+1 | ... | last step | evaluation |
       e groups     1 group  1 group                  e groups
 
-Batch b is place b % G of group b // G. Places without a batch (the end of an evaluation, the end of
-the last step) are padding: the rank takes part with nothing of its own.
+Batch b has index b % G in group b // G. Numbers without samples (the end of an evaluation, the end of the last
+step) are padding: the rank joins the collectives with zero gradients.
 
 An epoch: the samples of each length bucket are shuffled, sorted by length within windows so that
 batches have little padding, cut into batches of a fixed number of samples per bucket, and the
@@ -14,8 +14,8 @@ batches of all buckets are shuffled. So every epoch has the same number of batch
 marks a sample that no batch may hold.
 
 Drafters wait for each other in every step, and a batch of few samples has fewer anchors. So with an even G the
-batches are sorted by what they hold and cut into teams of G / 2; the teams are shuffled, and a step is two
-of them. So each of G / 2 drafters has about as much to do as any other.
+batches are sorted by their samples and tokens and cut into teams of G / 2; the teams are shuffled, and a step is two
+of them. Each of G / 2 drafters then has about as much work as any other.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ from common.config import Config, PlanConfig
 from common.data.padding import padded_lengths
 from common.errors import DataError
 
-_SCHEME = 2  # of the sequence: one more whenever the same settings give another
+_SCHEME = 2  # version of the sequence: increase it whenever the same settings give another one
 _WINDOW_BATCHES = 32
 _HASH_BYTES = 16
 
@@ -46,7 +46,7 @@ class _Group(NamedTuple):
 
 
 class Plan:
-    """The sequence of a run; asked by number."""
+    """The sequence of a run."""
 
     def __init__(self, config: Config, lengths: NDArray[np.int32], eval_lengths: NDArray[np.int32]) -> None:
         self._settings = config.plan
@@ -66,21 +66,21 @@ class Plan:
         self.num_batches = len(self._groups) * config.plan.batches_per_step
 
     def info(self, batch: int) -> BatchInfo:
-        """What stands at place `batch` of the sequence."""
+        """Describe a batch of the sequence."""
         group, number = self._locate(batch)
         epoch = number // self.batches_per_epoch if group.kind == "train" else 0
         return BatchInfo(batch, group.kind, epoch, group.step, group.closes)
 
     def sample_ids(self, batch: int) -> list[int]:
-        """The samples of a batch, in order; [] where the place is padding."""
+        """Return the samples of a batch, in order; [] for padding."""
         group, number = self._locate(batch)
         if group.kind == "eval":
             return self._eval_batches[number].tolist() if number < len(self._eval_batches) else []
-        epoch, place = divmod(number, self.batches_per_epoch)
-        return self.epoch(epoch)[place].tolist() if epoch < self._settings.epochs else []
+        epoch, index = divmod(number, self.batches_per_epoch)
+        return self.epoch(epoch)[index].tolist() if epoch < self._settings.epochs else []
 
     def num_samples(self, num_steps: int) -> int:
-        """How many samples the first steps train on; one that comes again in a later epoch counts again."""
+        """Count the samples of the first steps; a sample counts again in every epoch."""
         epochs, rest = divmod(num_steps * self._settings.batches_per_step, self.batches_per_epoch)
         if epochs >= self._settings.epochs:
             epochs, rest = self._settings.epochs, 0
@@ -88,7 +88,7 @@ class Plan:
         return epochs * per_epoch + (sum(map(len, self.epoch(epochs)[:rest])) if rest else 0)
 
     def epoch(self, epoch: int) -> Batches:
-        """All training batches of an epoch, in order. The two latest epochs asked for are kept."""
+        """Return all training batches of an epoch, in order; the two latest epochs are cached."""
         if epoch not in self._epochs:
             while len(self._epochs) >= 2:
                 del self._epochs[next(iter(self._epochs))]
@@ -101,9 +101,9 @@ class Plan:
         return self._epochs[epoch]
 
     def _locate(self, batch: int) -> tuple[_Group, int]:
-        index, place = divmod(batch, self._settings.batches_per_step)
-        group = self._groups[index]
-        return group, group.first + place
+        number, index = divmod(batch, self._settings.batches_per_step)
+        group = self._groups[number]
+        return group, group.first + index
 
     def _lay_out(self, every_steps: int) -> list[_Group]:
         size = self._settings.batches_per_step
@@ -118,18 +118,18 @@ class Plan:
 
 
 def plan_hash(config: Config, fingerprint: str, eval_fingerprint: str) -> bytes:
-    """16 bytes that name the sequence: two runs with the same hash have the same batches."""
+    """Return 16 bytes that identify the sequence: two runs with the same hash have the same batches."""
     identity = [_SCHEME, fingerprint, eval_fingerprint, config.seed, config.plan, config.evaluation]
     return hashlib.blake2b(msgspec.json.encode(identity, order="deterministic"), digest_size=_HASH_BYTES).digest()
 
 
 def samples_per_batch(settings: PlanConfig, bucket: int) -> int:
-    """Rows of a batch of that bucket, so that even rows of full length fit into the token budget."""
+    """Return the number of rows in a batch of that bucket: even rows of full length fit into the token budget."""
     return min(settings.max_samples_per_batch, settings.max_tokens_per_batch // settings.bucket_lengths[bucket])
 
 
 def _bucket(lengths: NDArray[np.int32], settings: PlanConfig, key: str) -> list[tuple[NDArray[np.int64], NDArray[np.int32]]]:
-    """(sample ids, lengths) per bucket; sample ids ascending, those of length 0 left out."""
+    """Return (sample ids, lengths) per bucket; sample ids ascending, those of length 0 left out."""
     longest = settings.bucket_lengths[-1]
     if len(lengths) and int(lengths.max()) > longest:
         raise DataError(
@@ -159,14 +159,7 @@ def _in_teams(batches: Batches, lengths: NDArray[np.int32], first: int, size: in
     """Reorder the batches into teams of batches of about equal size, each from a multiple of `size` on.
 
     Every second team is reversed: of the two teams of a step the first begins with its largest batch, the second with its
-    smallest.
-
-    Args:
-        batches: of an epoch, shuffled.
-        lengths: of all samples.
-        first: number of the first batch in the run; batches that fill no team stay before and after all teams.
-        size: of a team.
-        random: draws the order of the teams.
+    smallest. `first` is the number of the first batch in the run; batches that fill no team stay before and after all teams.
     """
     num_before = min(-first % size, len(batches))
     num_teams = (len(batches) - num_before) // size
@@ -185,13 +178,11 @@ def _eval_batches(lengths: NDArray[np.int32], settings: PlanConfig) -> Batches:
 
 
 def _shapes(buckets: list[tuple[NDArray[np.int64], NDArray[np.int32]]], settings: PlanConfig) -> list[BatchShape]:
-    """The largest batch of each number of rows that a bucket has: full ones, and the one that is left over."""
+    """Return the largest batch of each number of rows in a bucket: full batches, and the remainder; training buckets first."""
     shapes: Counter[tuple[int, int]] = Counter()
-    for place, (ids, lengths) in enumerate(buckets):
-        size, is_training = (
-            samples_per_batch(settings, place % len(settings.bucket_lengths)),
-            place < len(settings.bucket_lengths),
-        )
+    num_buckets = len(settings.bucket_lengths)
+    for index, (ids, lengths) in enumerate(buckets):
+        size, is_training = samples_per_batch(settings, index % num_buckets), index < num_buckets
         for num_rows, num_batches in ((size, len(ids) // size), (len(ids) % size, 1)):
             if num_rows and num_batches:
                 longest = int(padded_lengths(lengths.max(), settings.bucket_lengths))

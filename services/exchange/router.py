@@ -1,8 +1,8 @@
-"""Who gets what: requests in, replies out, slot states in between. No sockets, no time.
+"""The decisions of the exchange: requests in, replies out, slot states in between. No sockets, no time.
 
-Batches are produced in the order of the sequence and consumed by rank b % M, so order is never
-decided by timing. All that is kept here beside the slot table can be told again by the actors: the
-place of each drafter by its next Next, the wish of each target by its next Work.
+Batches are produced in the order of the sequence and consumed by rank b % M, so order is never decided by timing.
+Everything kept here beside the slot table can be rebuilt from the actors: the cursor of each drafter from its next Next,
+the request of each target from its next Work.
 """
 
 from typing import Literal, NamedTuple
@@ -67,7 +67,7 @@ class _WaitingDrafter(NamedTuple):
 
 
 class Router:
-    """The decisions of the exchange."""
+    """Answers each request from the plan, the slots and the requests that wait."""
 
     def __init__(self, plan: Plan, plan_hash: bytes, leases: Leases, num_drafters: int) -> None:
         self._plan = plan
@@ -85,19 +85,12 @@ class Router:
         self._outbox: list[Outgoing] = []
 
     def handle(self, address: bytes, request: Request) -> list[Outgoing]:
-        """All replies that a request sets free, its own among them or not yet.
-
-        Raises:
-            ProtocolError: the request can never be answered.
-        """
+        """Return all replies that a request makes possible, to its sender and to others; ProtocolError if it has no answer."""
         self._outbox = []
         self._check_sender(request)
-        if self._is_of_a_former_life(request.sender):
-            self._send(address, request.id, Stale())
-        else:
-            answer = self._answer(address, request)
-            if answer is not None:
-                self._send(address, request.id, answer)
+        answer = Stale() if self._is_replaced(request.sender) else self._answer(address, request)
+        if answer is not None:
+            self._send(address, request.id, answer)
         self._dispatch()
         return self._outbox
 
@@ -107,7 +100,7 @@ class Router:
             case Hello(protocol):
                 return self._greet(sender, protocol)
             case ActorDied(pid, start_time):
-                self._bury(Owner(pid, start_time))
+                self._reclaim(Owner(pid, start_time))
                 return Done()
             case Work(held):
                 held_slots = {(lease.slot, lease.generation) for lease in held}
@@ -125,11 +118,11 @@ class Router:
                 return self._release(slot, generation, owner, intact)
 
     def _check_sender(self, request: Request) -> None:
-        (role, index), name = request.sender.place, type(request.body).__name__
+        (role, index), name = request.sender.actor, type(request.body).__name__
         if role not in _SENDERS[type(request.body)]:
             raise ProtocolError(f"{name}: needed to come from {' or '.join(_SENDERS[type(request.body)])}, found {role!r}")
         if not 0 <= index < self._num_actors[role]:
-            raise ProtocolError(f"{name}: needed a {role} below {self._num_actors[role]}, found {index}")
+            raise ProtocolError(f"{name}: needed a {role} from 0 to {self._num_actors[role] - 1}, found {index}")
 
     def _greet(self, sender: Incarnation, protocol: int) -> ReplyBody:
         if protocol != PROTOCOL_VERSION:
@@ -139,31 +132,38 @@ class Router:
             self._bad_slots.pop(sender.index, None)
         else:
             self._drafters.pop(sender.index, None)
-        self._bury_predecessors(sender)
+        self._reclaim_from_predecessors(sender)
         return self._welcome
 
-    def _bury(self, owner: Owner) -> None:
+    def _reclaim(self, owner: Owner) -> None:
         self._dead.add(owner)
-        self._leases.bury(owner)
+        self._leases.reclaim(owner)
         self._targets = {ring: target for ring, target in self._targets.items() if target.owner != owner}
         self._drafters = {rank: drafter for rank, drafter in self._drafters.items() if drafter.owner != owner}
 
-    def _bury_predecessors(self, sender: Incarnation) -> None:
-        """A successor starts only after the kernel reported its predecessor's end, so Hello proves it."""
-        state = SlotState.WRITING if sender.role == "target" else SlotState.READING
-        for slot, record in self._leases.in_state(state):
-            place = self._leases.ring_of(slot) if sender.role == "target" else record.batch % self._num_drafters
-            if place == sender.index and record.owner != _owner(sender):
-                self._leases.follow(slot, Edge.ABANDON if sender.role == "target" else Edge.RETURN)
+    def _reclaim_from_predecessors(self, sender: Incarnation) -> None:
+        """Take back the slots of earlier incarnations.
 
-    def _is_of_a_former_life(self, sender: Incarnation) -> bool:
-        """What a dead process had sent may be read after the report of its end, or after its successor's words."""
-        latest = max(self._current.get(sender.place, sender), sender, key=lambda life: (life.start_time, life.pid))
-        self._current[sender.place] = latest
+        A successor starts only after the kernel has reported its predecessor's end, so Hello proves that end.
+        """
+        is_target = sender.role == "target"
+        for slot, record in self._leases.in_state(SlotState.WRITING if is_target else SlotState.READING):
+            index = self._leases.ring_of(slot) if is_target else record.batch % self._num_drafters
+            if index == sender.index and record.owner != _owner(sender):
+                self._leases.follow(slot, Edge.ABANDON if is_target else Edge.RETURN)
+
+    def _is_replaced(self, sender: Incarnation) -> bool:
+        """Return whether the sender is dead or has a successor.
+
+        Messages of a dead process can still be queued after ActorDied, or behind messages of its successor.
+        """
+        key = sender.actor
+        latest = max(self._current.get(key, sender), sender, key=lambda incarnation: (incarnation.start_time, incarnation.pid))
+        self._current[key] = latest
         return latest != sender or _owner(sender) in self._dead
 
     def _is_overtaken(self, sender: Incarnation, request_id: int) -> bool:
-        """A drafter asks one thing after the other: below its latest request there are only late copies."""
+        """Return whether a request is a late copy: a drafter sends one request after the other, with rising numbers."""
         latest_sender, latest_id = self._latest.get(sender.index, (sender, 0))
         if latest_sender == sender and request_id < latest_id:
             return True
@@ -193,7 +193,7 @@ class Router:
         return Done()
 
     def _by_generation(self, slot: int, generation: int) -> ReplyBody:
-        """A copy of a request that already took effect is Done; any other claim is Stale."""
+        """Reply Done to a retry of a request that was already applied, Stale to anything else."""
         if not 0 <= slot < len(self._leases):
             raise ProtocolError(f"slot: needed 0 to {len(self._leases) - 1}, found {slot}")
         return Done() if self._leases.read(slot).generation == generation else Stale()
@@ -204,7 +204,7 @@ class Router:
             raise ProtocolError(f"Next: needed a batch b with b % {self._num_drafters} = {rank}, found {batch}")
         self._cursors[rank] = batch
         for slot, record in self._leases.in_state(SlotState.READING):
-            if record.owner == _owner(sender) and record.batch != batch:  # by a late Next, or broken off before its Release
+            if record.owner == _owner(sender) and record.batch != batch:  # granted for a late Next, or left before its Release
                 self._leases.follow(slot, Edge.RELEASE if record.batch < batch else Edge.RETURN)
 
     def _wait_for(self, address: bytes, request_id: int, sender: Incarnation, batch: int) -> ReplyBody | None:
@@ -216,7 +216,7 @@ class Router:
         return None
 
     def _dispatch(self) -> None:
-        """Clear what nobody needs, grant what is ready, lease what is free, make room for what is waited for."""
+        """Evict batches that nobody needs, grant ready ones, lease free slots, make room for batches that a rank waits for."""
         for slot, record in self._leases.in_state(SlotState.READY):
             if record.batch < self._cursors.get(record.batch % self._num_drafters, 0):
                 self._leases.follow(slot, Edge.EVICT)
@@ -224,7 +224,7 @@ class Router:
         for rank, drafter in sorted(self._drafters.items()):
             if drafter.batch in in_slots:
                 self._grant(rank, drafter, in_slots[drafter.batch])
-        for ring, target in list(self._targets.items()):  # in the order of asking
+        for ring, target in list(self._targets.items()):  # in the order of their requests
             self._lease(ring, target)
 
     def _grant(self, rank: int, drafter: _WaitingDrafter, slot: int) -> None:
@@ -256,7 +256,7 @@ class Router:
         self._send(target.address, target.id, lease)
 
     def _next_batch(self) -> int | None:
-        """The earliest batch that some rank still needs and that is in no slot."""
+        """Return the earliest batch that some rank still needs and that is in no slot."""
         in_slots = self._leases.batches()
         missing = []
         for batch in self._cursors.values():
@@ -267,16 +267,19 @@ class Router:
         return min(missing, default=None)
 
     def _room_in(self, ring: int, batch: int) -> int | None:
-        """A free slot of the ring; for a batch that a rank waits for, a later READY batch makes room."""
+        """Return a free slot of the ring; for a batch that a rank waits for, evict the latest READY batch after it.
+
+        Without that eviction kills deadlock: full rings and a rank that waits for a batch in none of them.
+        """
         free = self._leases.in_state(SlotState.FREE, ring)
         if free:
             return free[0][0]
         if all(drafter.batch != batch for drafter in self._drafters.values()):
             return None
-        ready = self._leases.in_state(SlotState.READY, ring)
-        slot, record = max(ready, key=lambda item: item[1].batch, default=(None, None))
-        if slot is None or record is None or record.batch < batch:
+        later = [(record.batch, slot) for slot, record in self._leases.in_state(SlotState.READY, ring) if record.batch >= batch]
+        if not later:
             return None
+        _, slot = max(later)
         self._leases.follow(slot, Edge.EVICT)
         return slot
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import nn
 from transformers import PreTrainedModel
 
-from services.target.attention import layer_kinds
+from services.target.model import layer_kinds
 
 PEAK_FLOPS_PER_S = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}  # bfloat16, dense, NVIDIA's data sheets
 _RECURRENT = ("linear_attention", "mamba", "hybrid")  # a "hybrid" layer of Falcon-H1 has both

@@ -10,11 +10,11 @@ from collections import defaultdict
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from common.device.stopwatch import Stopwatch
 from common.metrics import MetricsWriter
 from services.target.flops import ForwardFlops, peak_flops_per_s
+from services.target.rows import TargetRows
 
 _REPORT_S = 60.0
 _SHARES = ("forward", "pack", "copy", "idle", "waiting_for_slot", "waiting_for_work")
@@ -28,28 +28,18 @@ class Health:
     def __init__(self, metrics: MetricsWriter, flops: ForwardFlops, device: torch.device) -> None:
         self._metrics = metrics
         self._flops = flops
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        self._peak = peak_flops_per_s(name)
+        self._peak = peak_flops_per_s(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self._device = device
         self._watch: Stopwatch | None = None
         self._copied_s = self._reported_s = time.monotonic()
         self._sums: dict[str, float] = defaultdict(float)
 
-    def record(
-        self,
-        batch: int,
-        lengths: NDArray[np.integer],
-        num_padded_tokens: int,
-        watch: Stopwatch,
-        copied_s: float,
-        laps_s: dict[str, float],
-    ) -> None:
+    def record(self, batch: int, rows: TargetRows, watch: Stopwatch, copied_s: float, laps_s: dict[str, float]) -> None:
         """Write the metrics of one batch.
 
         Args:
             batch: its number in the sequence.
-            lengths: tokens of each document, [D].
-            num_padded_tokens: tokens that the forward computed.
+            rows: its documents.
             watch: of the forward's stream, whose end was reached.
             copied_s: when its slot was full (CLOCK_MONOTONIC).
             laps_s: seconds by name, of host and device.
@@ -57,11 +47,11 @@ class Health:
         interval_s, self._copied_s = copied_s - self._copied_s, copied_s
         laps_s = laps_s | {"idle_s": max(0.0, watch.pause_s(self._watch)) if self._watch else 0.0}
         self._watch = watch
-        num_tokens, flops = int(lengths.sum()), self._flops.of(lengths)
+        num_tokens, flops = len(rows.token_index), self._flops.of(np.diff(rows.packed.cu_seqlens))
         self._metrics.write(
             batch=batch,
             num_tokens=num_tokens,
-            num_padded_tokens=num_padded_tokens,
+            num_padded_tokens=rows.input_ids.numel(),
             interval_s=interval_s,
             **laps_s,
             tokens_per_s=num_tokens / interval_s,
@@ -84,7 +74,6 @@ class Health:
         return {"reserved_bytes": stats["reserved_bytes.all.current"], "num_device_allocs": stats["num_device_alloc"]}
 
     def _report(self) -> None:
-        """Log the throughput of the last minute and the shares of its time."""
         sums, interval_s = self._sums, self._sums["interval_s"]
         shares = ", ".join(f"{name.replace('_', ' ')} {sums[f'{name}_s'] / interval_s:.1%}" for name in _SHARES)
         utilisation = f", {sums['flops'] / interval_s / self._peak:.1%} of peak" if self._peak else ""

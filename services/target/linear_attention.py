@@ -1,13 +1,13 @@
 """The kernels of a hybrid target's linear-attention layers (GatedDeltaNet: Qwen3-Next, Qwen3.5, Qwen3.6).
 
-transformers takes the delta rule from flash-linear-attention where that is installed, also for tensors on a CPU, where
-it cannot run. The short convolution before it comes from the package causal-conv1d alone, else from torch: a grouped
-convolution and an activation, both through memory. flash-linear-attention holds the same convolution as one Triton
-kernel. So both functions are replaced, in the module of transformers that calls them by name, by a choice of device.
+transformers takes the delta rule from an installed flash-linear-attention, also for tensors on a CPU, where it cannot run.
+The short convolution before it comes from the package causal-conv1d only, else from torch: a grouped convolution and an
+activation, both through memory. flash-linear-attention holds that convolution as one Triton kernel. Both functions are
+therefore replaced, in the module of transformers that calls them by name, by a choice of device.
 
-torch.compile cannot look into kernels that tune themselves: a compiled layer would fall apart around them. So both
-functions are operators of torch while a layer is compiled: torch knows only the shape of their output and compiles the
-layer as one graph. The norm of queries and keys is compiled too, since its kernel tunes itself for every range of tokens.
+torch.compile cannot trace kernels that tune themselves: a compiled layer would break into graphs around them. Both functions
+are therefore operators of torch while a layer is compiled: torch knows only the shape of their output and compiles the layer
+as one graph. The norm of queries and keys is compiled too, since its kernel tunes itself for every range of tokens.
 
 B rows, S padded length, C channels, W width of the convolution, N heads, D head size; of keys and of values.
 """
@@ -34,7 +34,7 @@ _NORM_EPS = 1e-6
 
 
 def choose_kernels(decoder: PreTrainedModel, device: torch.device) -> None:
-    """Let the linear-attention layers of `decoder`, where it has any, run on the fastest code there is for `device`.
+    """Let the linear-attention layers of `decoder`, if any, run on the fastest code for `device`.
 
     Raises:
         ModelError: on a GPU without flash-linear-attention, where transformers would run its reference code.
@@ -60,7 +60,7 @@ def causal_convolution(
     activation: str | None = None,
     **_: object,
 ) -> torch.Tensor:
-    """[B, C, S] and [C, W] -> [B, C, S], as transformers' function of that name; the bytes lie as [B, S, C] in both."""
+    """Replace transformers' function of that name: [B, C, S] and [C, W] -> [B, C, S]; in both the bytes lie as [B, S, C]."""
     from fla.modules.causal_conv1d import causal_conv1d  # type: ignore[import-not-found]  # GPU machines only
 
     convolved: torch.Tensor
@@ -102,7 +102,7 @@ def _choose_by_device(module: ModuleType, name: str, on_gpu: Callable[..., Any])
 def _convolve(
     module_name: str, hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
 ) -> torch.Tensor:
-    """[B, C, S] and [C, W] -> [B, S, C], contiguous, by the function chosen in the module `module_name`."""
+    """Convolve [B, C, S] with [C, W] to [B, S, C], contiguous, by the function that is chosen in the module."""
     chosen = getattr(sys.modules[module_name], _CONVOLUTION)
     convolved: torch.Tensor = chosen(hidden_states, weight, bias, activation=activation)
     return convolved.transpose(1, 2).contiguous()
@@ -112,26 +112,15 @@ def _convolve(
 def _apply_delta_rule(
     module_name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
 ) -> torch.Tensor:
-    """[B, S, N, D] each, decay and step size [B, S, N] -> [B, S, N, D] of the values, contiguous."""
+    """Map [B, S, N, D] each, decay and step size [B, S, N], to [B, S, N, D] of the values, contiguous."""
     chosen = getattr(sys.modules[module_name], _DELTA_RULE)
     output: torch.Tensor
     output, _ = chosen(query, key, value, g=g, beta=beta)
     return output.contiguous()
 
 
-@_convolve.register_fake
-def _shape_convolution(
-    module_name: str, hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
-) -> torch.Tensor:
-    num_rows, channels, length = hidden_states.shape
-    return hidden_states.new_empty(num_rows, length, channels)
-
-
-@_apply_delta_rule.register_fake
-def _shape_delta_rule(
-    module_name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
-) -> torch.Tensor:
-    return value.new_empty(value.shape)
+_convolve.register_fake(lambda name, states, weight, bias, activation: states.new_empty(states.transpose(1, 2).shape))
+_apply_delta_rule.register_fake(lambda name, query, key, value, g, beta: value.new_empty(value.shape))
 
 
 def _convolve_in_graph(
@@ -165,7 +154,7 @@ def _delta_rule_in_graph(
 
 
 def _normalise(heads: torch.Tensor) -> torch.Tensor:
-    """Each head of [B, S, N, D] at length one, as the kernels of flash-linear-attention make it: in float32, then rounded."""
+    """Scale each head of [B, S, N, D] to length one as flash-linear-attention does: in float32, then rounded."""
     exact = heads.float()
     return (exact * torch.rsqrt(exact.square().sum(-1, keepdim=True) + _NORM_EPS)).to(heads.dtype)
 

@@ -1,8 +1,8 @@
 """A target's decoder in the memory of its device: read from its folder, or made from the seed.
 
-transformers' own loader fits, read in its source and measured with several processes: it maps the files, so
-that the targets of a node share their pages, looks only at tensors that the cut decoder has, and brings each one from
-the mapping straight to the device. Buffers that no file holds, such as inv_freq, it computes anew on the device.
+The loader of transformers maps the files, so the targets of a node share their pages; it reads only tensors that the cut
+decoder has, and copies each from the mapping straight to the device. Buffers that no file holds, such as inv_freq, are
+computed on the device.
 """
 
 import contextlib
@@ -29,21 +29,15 @@ _NUM_NAMED = 3  # tensors in an error
 
 
 def load_decoder(config: Config, device: torch.device) -> PreTrainedModel:
-    """Load the embedding and the layers up to the last tap of `config.model.path` to `device`; with random_init, make them.
-
-    Raises:
-        ModelError: the folder or its weights are missing or damaged, or the architecture is not supported.
-    """
+    """Load the embedding and the layers up to the last tap of `config.model.path` to `device`; with random_init, make them."""
     logging.getLogger("transformers").setLevel(logging.ERROR)  # or it reports the layers left out on purpose
     disable_progress_bar()  # type: ignore[no-untyped-call]
     began = time.monotonic()
-    folder = Path(config.model.path).expanduser()
+    folder, num_layers = Path(config.model.path).expanduser(), config.draft.tap_layers[-1] + 1
     text_config = _read_text_config(folder)
-    num_all, num_layers = text_config.num_hidden_layers, config.draft.tap_layers[-1] + 1
-    _cut(text_config, num_layers)
-    _import_code(text_config)
-    what = text_config.model_type, num_layers, num_all, time.monotonic() - began
+    what = text_config.model_type, num_layers, text_config.num_hidden_layers, time.monotonic() - began
     log.info("architecture %s, %d of %d layers, its code imported in %.1f s", *what)
+    _cut(text_config, num_layers)
     began = time.monotonic()
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     if config.model.random_init:
@@ -60,14 +54,21 @@ def load_decoder(config: Config, device: torch.device) -> PreTrainedModel:
 
 
 def _read_text_config(folder: Path) -> PretrainedConfig:
-    """Read the configuration of the text decoder, also from inside the wrapper of a multimodal model."""
+    """Read the configuration of the text decoder, also from inside the wrapper of a multimodal model.
+
+    Its code is imported here, so that the log shows the time of that apart: seconds for the kernels of a hybrid model.
+    """
     if not (folder / "config.json").is_file():
         raise ModelError(f"model.path: needed a model folder with config.json, found none in {folder}")
     try:
         text_config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config(decoder=True)
-        return text_config
     except (ValueError, OSError, KeyError) as error:
         raise ModelError(f"{folder}: needed an architecture that transformers knows, found: {_first_line(error)}") from error
+    try:
+        MODEL_MAPPING[type(text_config)]
+    except KeyError as error:
+        raise ModelError(f"{text_config.model_type}: needed a decoder that transformers can make, found none") from error
+    return text_config
 
 
 def _cut(text_config: PretrainedConfig, num_layers: int) -> None:
@@ -75,14 +76,6 @@ def _cut(text_config: PretrainedConfig, num_layers: int) -> None:
     if getattr(text_config, "layer_types", None):
         with contextlib.suppress(AttributeError):  # Bamba and Falcon-H1 derive it from the number of layers
             text_config.layer_types = text_config.layer_types[:num_layers]
-
-
-def _import_code(text_config: PretrainedConfig) -> None:
-    """Import the model's code now, to time it apart: it takes seconds with the kernels of a hybrid model."""
-    try:
-        MODEL_MAPPING[type(text_config)]
-    except KeyError as error:
-        raise ModelError(f"{text_config.model_type}: needed a decoder that transformers can make, found none") from error
 
 
 def _read(folder: Path, text_config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:

@@ -1,22 +1,53 @@
-"""The frozen target: a decoder cut off after its last tapped layer.
+"""The frozen target: a decoder cut off after its last tapped layer, which hands on its taps while it runs.
 
 B rows, S padded length, H hidden size, K taps, V vocabulary.
 """
 
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from common.actor import faults
 from common.config import Config
 from common.errors import ModelError
-from services.target.attention import layer_kinds, leave_out_masks
-from services.target.capture import Capture, Keep
 from services.target.loading import load_decoder
+
+Keep = Callable[[int, torch.Tensor], None]  # index of the tap, tap [B, S, H]
 
 _NUM_CHECKED = 64  # rows of the embedding
 _NUM_COMPILED = 16  # versions of a layer's code; torch gives up at 8
+_ATTENTION = "causal_sdpa"
+_MASKLESS = {"full_attention", "linear_attention"}
+
+log = logging.getLogger(__name__)
+
+
+class Capture:
+    """Passes on the outputs of the tapped layers, before any final norm."""
+
+    def __init__(self, layers: nn.ModuleList, tap_layers: Sequence[int]) -> None:
+        self._keep: Keep | None = None
+        for tap_index, layer in enumerate(tap_layers):
+            layers[layer].register_forward_hook(self._make_hook(tap_index))
+
+    def start(self, keep: Keep) -> None:
+        """Let the next forward hand its taps to `keep`, each as soon as it exists, in the order of `tap_layers`."""
+        self._keep = keep
+
+    def _make_hook(self, tap_index: int) -> Callable[[nn.Module, object, object], None]:
+        def hand_on(module: nn.Module, arguments: object, output: object) -> None:
+            hidden_states = output[0] if isinstance(output, tuple) else output
+            assert isinstance(hidden_states, torch.Tensor) and self._keep is not None
+            self._keep(tap_index, hidden_states)
+            faults.reach("target.mid_forward")
+
+        return hand_on
 
 
 class TargetModel:
@@ -28,16 +59,14 @@ class TargetModel:
             raise ModelError(f"model.path: needed a decoder with a list `layers`, found {type(decoder).__name__}")
         decoder.train(False).requires_grad_(False)
         decoder.norm = nn.Identity()  # not needed: nothing reads past the last tapped layer
-        leave_out_masks(decoder)
+        _leave_out_masks(decoder)
         self.decoder = decoder
         self._layers = layers
         self._capture = Capture(layers, tap_layers)
 
     @classmethod
     def load(cls, config: Config, device: torch.device) -> "TargetModel":
-        """Load `config.model.path`, or make it from the seed, on `device`.
-
-        Only the embedding and the layers up to the last tap are there: later layers and the head are not read.
+        """Load the embedding and the layers up to the last tap of `config.model.path`, or make them from the seed.
 
         Raises:
             ModelError: the folder or its weights are missing, damaged or quantized, or the architecture is not supported.
@@ -60,7 +89,6 @@ class TargetModel:
 
     @property
     def vocab_size(self) -> int:
-        """V."""
         return int(self.decoder.config.vocab_size)
 
     @torch.inference_mode()
@@ -79,31 +107,53 @@ class TargetModel:
         self.run(input_ids, lambda tap_index, tap: taps.append(tap))
         return taps
 
-    @torch.inference_mode()
-    def touch(self, input_ids: torch.Tensor) -> None:
+    def tune(self, input_ids: torch.Tensor) -> None:
         """Launch the first layers only, up to one of every kind, so that kernels tune themselves for this shape."""
         kinds = layer_kinds(self.decoder.config)
         depth = max(kinds.index(kind) for kind in set(kinds)) + 1
-        self._capture.start(lambda tap_index, tap: None)
         self.decoder.layers = self._layers[:depth]
         try:
-            self.decoder(input_ids=input_ids, use_cache=False)
+            self.run(input_ids, lambda tap_index, tap: None)
         finally:
             self.decoder.layers = self._layers
 
     def compile_layers(self) -> None:
         """Compile the forward of each layer when it first runs, for all shapes at once; its hooks stay outside.
 
-        Layers of one kind share what was compiled. Each kind is compiled for several rows and again for a single one, and
-        once more where the first shape was a special case, such as as many rows as the rotary angles have channels.
+        Layers of one kind share their compiled code. Each kind is compiled for several rows and again for a single one, and
+        once more if the first shape was a special case, such as as many rows as the rotary angles have channels.
         """
         torch._dynamo.config.recompile_limit = _NUM_COMPILED
         for layer in self._layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
+def layer_kinds(config: PretrainedConfig) -> list[str]:
+    """Return the kind of each layer in transformers' names; older configurations have one kind for all."""
+    kinds: list[str] | None = getattr(config, "layer_types", None)
+    if kinds:
+        return kinds
+    one = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
+    return [one] * int(config.num_hidden_layers)
+
+
+def _leave_out_masks(decoder: PreTrainedModel) -> None:
+    """Keep transformers from making masks, which right-padded rows do not need.
+
+    Under the name `sdpa` transformers looks for packed rows in the position ids and waits for the device, in every forward.
+    An attention function without a mask function of its name gets no mask, and SDPA without a mask is causal. A decoder with
+    sliding or chunked attention needs its masks, and so keeps that wait.
+    """
+    config: PretrainedConfig = decoder.config
+    if set(layer_kinds(config)) <= _MASKLESS:
+        AttentionInterface.register(_ATTENTION, sdpa_attention_forward)
+        decoder.set_attn_implementation(_ATTENTION)
+    else:
+        log.info("%s attends within windows: its masks are made anew in every forward", config.model_type)
+
+
 class _StopForwardError(Exception):
-    """Ends a forward whose rest is not needed."""
+    pass
 
 
 def _first_input(decoder: PreTrainedModel, layer: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
@@ -115,10 +165,7 @@ def _first_input(decoder: PreTrainedModel, layer: nn.Module, input_ids: torch.Te
         raise _StopForwardError
 
     hook = layer.register_forward_pre_hook(stop, with_kwargs=True)
-    try:
+    with suppress(_StopForwardError):
         decoder(input_ids=input_ids, use_cache=False)
-    except _StopForwardError:
-        return found[0]
-    finally:
-        hook.remove()
-    raise AssertionError(f"{type(decoder).__name__} does not run its first layer")
+    hook.remove()
+    return found[0]

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from queue import Empty, Queue
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from common.actor import faults
@@ -39,7 +38,7 @@ class _Flight(NamedTuple):
 
 
 class Publisher:
-    """Copies batches to slots and announces them."""
+    """Copies the taps of a device to slots and announces the slots."""
 
     def __init__(
         self,
@@ -76,7 +75,7 @@ class Publisher:
             return math.inf if self._num_copying else self._idle_since
 
     def take_staging(self, lease: Lease) -> Staging:
-        """Return a free staging buffer for the batch of a lease; waits only for this device."""
+        """Return a free staging buffer for the batch of a lease; wait only for this device."""
         with self._lock:
             self._held.add((lease.slot, lease.generation))
         while True:
@@ -86,7 +85,7 @@ class Publisher:
                 self._actor.keep_waiting()
 
     def send(self, lease: Lease, rows: TargetRows, staging: Staging, host_laps_s: dict[str, float]) -> None:
-        """Start the copy of a batch, whose forward is launched, to its slot; waits for nothing."""
+        """Start the copy of a batch, whose forward is launched, to its slot; wait for nothing."""
         with self._lock:
             self._num_copying += 1
         slot = self._writer.open(lease.slot, len(rows.token_index), len(rows.packed.sample_ids))
@@ -107,15 +106,14 @@ class Publisher:
             sealed = flight.slot.seal(self._header_of(flight))
             watch, laps_s = flight.staging.watch, flight.staging.laps_s()
             self._free.put(flight.staging)
-            lease, rows = flight.lease, flight.rows
+            lease = flight.lease
             faults.reach("target.before_slot_ready")
             self._actor.channel.ask(sealed.announcement(), lambda: not self._actor.stopping)
             faults.reach("target.after_slot_ready")
             with self._lock:
                 self._held.discard((lease.slot, lease.generation))
             laps_s |= flight.host_laps_s | {"publish_s": time.monotonic() - copied_s}
-            lengths, num_padded = np.diff(rows.packed.cu_seqlens), rows.input_ids.numel()
-            self._health.record(lease.info.batch, lengths, num_padded, watch, copied_s, laps_s)
+            self._health.record(lease.info.batch, flight.rows, watch, copied_s, laps_s)
 
     def _header_of(self, flight: _Flight) -> SlotHeader:
         packed = flight.rows.packed

@@ -29,54 +29,60 @@ log = logging.getLogger(__name__)
 
 
 class TargetService:
-    """The loop of a target: the first half of the pipeline."""
+    """The loop of a target: the first half of the pipeline, one call per stage."""
 
     def __init__(self, actor: Actor) -> None:
         config = actor.config
         torch.set_num_threads(config.targets.num_threads)
         self._actor = actor
         self._device = take_device(config.targets.devices[actor.index], "targets.devices")
-        train = Dataset.open(Path(config.data.path), damaged=config.data.skip_damaged)
+        train = Dataset.open(Path(config.data.path))
         self._datasets: dict[BatchKind, Dataset | HeldOut] = {"train": train, "eval": HeldOut.open(config.data)}
-        layout = SlotLayout.of(config)
-        writer = RingWriter(actor.args.ring_fd, layout, config.ring.num_slots)
         began = time.monotonic()
-        self._model = TargetModel.load(config, self._device)
+        self.model = TargetModel.load(config, self._device)
         log.info("model loaded in %.1f s", time.monotonic() - began)
         if config.targets.compile:
-            self._model.compile_layers()
-        welcome = actor.join()
-        actor.notices.phase(Phase.WARMING_UP)
-        stagings = WarmUp(self._model, layout, config.plan, self._device).run(welcome.shapes, actor.check_stop)
-        health = Health(actor.metrics, ForwardFlops(self._model.decoder), self._device)
-        self._publisher = Publisher(actor, writer, stagings, health, self._device, welcome.plan_hash)
+            self.model.compile_layers()
 
     def run(self) -> None:
         """Work until StoppedError is raised; a target is stopped from outside, also at the end of the run."""
+        publisher = self.warm_up()
         self._actor.notices.phase(Phase.READY)
-        bucket_lengths = self._actor.config.plan.bucket_lengths
         while True:
             self._actor.check_stop()
-            clock = Stopwatch(_HOST)
-            lease = self._next_lease()
-            clock.lap(f"waiting_for_{lease.lacked}_s")
-            rows = read_rows(self._datasets[lease.info.kind], lease.sample_ids, bucket_lengths)
-            clock.lap("read_s")
-            staging = self._publisher.take_staging(lease)
-            clock.lap("waiting_for_staging_s")
-            self._model.run(staging.upload(rows), staging.keep)
-            clock.lap("launch_s")
-            self._publisher.send(lease, rows, staging, clock.laps_s())
-            self._actor.notices.add(num_batches=1, num_tokens=len(rows.token_index))
+            self.make_batch(publisher)
 
-    def _next_lease(self) -> Lease:
+    def warm_up(self) -> Publisher:
+        """Join the run, and make and tune everything before the first lease."""
+        actor, config, layout = self._actor, self._actor.config, SlotLayout.of(self._actor.config)
+        writer = RingWriter(actor.args.ring_fd, layout, config.ring.num_slots)
+        welcome = actor.join()
+        actor.notices.phase(Phase.WARMING_UP)
+        stagings = WarmUp(self.model, layout, config.plan, self._device).run(welcome.shapes, actor.check_stop)
+        health = Health(actor.metrics, ForwardFlops(self.model.decoder), self._device)
+        return Publisher(actor, writer, stagings, health, self._device, welcome.plan_hash)
+
+    def make_batch(self, publisher: Publisher) -> None:
+        """Launch the forward of the next batch and its way to the ring."""
+        clock = Stopwatch(_HOST)
+        lease = self._next_lease(publisher)
+        clock.lap(f"waiting_for_{lease.lacked}_s")
+        rows = read_rows(self._datasets[lease.info.kind], lease.sample_ids, self._actor.config.plan.bucket_lengths)
+        clock.lap("read_s")
+        staging = publisher.take_staging(lease)
+        clock.lap("waiting_for_staging_s")
+        self.model.run(staging.upload(rows), staging.keep)
+        clock.lap("launch_s")
+        publisher.send(lease, rows, staging, clock.laps_s())
+        self._actor.notices.add(num_batches=1, num_tokens=len(rows.token_index))
+
+    def _next_lease(self, publisher: Publisher) -> Lease:
         """Wait for a free slot of the ring and a batch that is still needed."""
-        reply = self._actor.ask(Work(self._publisher.held()), self._publisher.idle_since)
+        reply = self._actor.ask(Work(publisher.held()), publisher.idle_since)
         if not isinstance(reply, Lease):
             raise ProtocolError(f"Work: needed Lease, found {reply}")
         return reply
 
 
 def main(actor: Actor) -> None:
-    """Run one target until it is stopped."""
     TargetService(actor).run()

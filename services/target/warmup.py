@@ -44,25 +44,21 @@ class WarmUp:
         self._on_gpu = device.type == "cuda"
 
     def run(self, shapes: Sequence[BatchShape], check: Callable[[], None]) -> list[Staging]:
-        """Return the staging buffers.
-
-        Args:
-            shapes: those of the plan.
-            check: called between two forwards; ends the warm-up by raising.
+        """Return the staging buffers; `check` is called between two forwards and ends the warm-up by raising.
 
         Raises:
             ConfigError: the largest batch does not fit into the device's memory; the message names what would.
         """
         began = time.monotonic()
-        ordered = sorted(shapes, key=lambda shape: shape.num_rows * shape.length, reverse=self._on_gpu)
-        chosen = ordered if self._on_gpu else ordered[:1]
+        chosen = sorted(shapes, key=lambda shape: shape.num_rows * shape.length, reverse=self._on_gpu)
+        chosen = chosen if self._on_gpu else chosen[:1]
         stagings = self._try(self._layout, chosen, check)
         if stagings is None:
             raise self._refusal(check)
         between = shapes_between(chosen, self._plan.bucket_lengths) if self._on_gpu else []
         for shape in between:
             check()
-            self._model.touch(stagings[0].upload(_make_rows(shape)))
+            self._model.tune(stagings[0].upload(_make_rows(shape)))
         self._finish()
         took = f"{len(chosen)} shapes and {len(between)} between them in {time.monotonic() - began:.1f} s"
         log.info("warmed up %s%s", took, describe_peak(self._device))
@@ -121,9 +117,7 @@ class WarmUp:
 def shapes_between(shapes: Sequence[BatchShape], bucket_lengths: Sequence[int]) -> list[BatchShape]:
     """Return the largest batch of every range of tokens that a batch can have and none of `shapes` has.
 
-    Args:
-        shapes: the longest rows of each bucket and number of rows.
-        bucket_lengths: upper bounds; the rows of a bucket are longer than the bound before.
+    `shapes` are the longest rows of each bucket and number of rows; rows of a bucket are longer than the bound before it.
     """
     found = {shape.num_rows * shape.length // _RANGE_TOKENS for shape in shapes}
     between: list[BatchShape] = []
@@ -139,13 +133,11 @@ def shapes_between(shapes: Sequence[BatchShape], bucket_lengths: Sequence[int]) 
 
 
 def _make_rows(shape: BatchShape) -> TargetRows:
-    """Make rows without padding: the fullest batch of that shape."""
     tokens = [np.zeros(shape.length, np.int32)] * shape.num_rows
     return make_rows(tokens, tokens, range(shape.num_rows), shape.length)
 
 
-def _free_cached_memory() -> None:
-    """Give back what a failed try left behind."""
+def _free_cached_memory() -> None:  # of an attempt that failed
     gc.collect()
     torch.cuda.empty_cache()
 

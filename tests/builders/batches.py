@@ -9,8 +9,8 @@ from torch import Tensor
 from common.acceptance import Evaluation
 from common.config import ActorsConfig, Config, DataConfig, DraftConfig, ModelConfig, PlanConfig, TargetsConfig, TrainConfig
 from common.target_shape import TargetShape
-from services.drafter.model.anchors import Bools, Ints
-from services.drafter.model.step import PackedBatch
+from services.drafter.model.batch import PackedBatch
+from services.drafter.model.visibility import BlockAnchors
 
 VOCAB_SIZE, HIDDEN_SIZE, NUM_TAPS, BLOCK_SIZE, MASK_TOKEN = 32, 32, 2, 4, 31
 
@@ -88,11 +88,6 @@ def make_evaluation(step: int, acceptance: float) -> Evaluation:
     )
 
 
-def metadata(batch: PackedBatch) -> tuple[Ints, Bools, Ints]:
-    """What `anchors` reads of a batch."""
-    return batch.input_ids, batch.loss_mask, batch.cu_seqlens
-
-
 def frozen_weights(seed: int = 0, device: str = "cpu") -> tuple[Tensor, Tensor]:
     """Embedding and head, both [V, H]."""
     generator = torch.Generator().manual_seed(seed)
@@ -111,3 +106,11 @@ def document_alone(batch: PackedBatch, document: int) -> PackedBatch:
         cu_seqlens=np.array([0, rows.stop - rows.start]),
         sample_ids=batch.sample_ids[document : document + 1],
     )
+
+
+def random_anchors(lengths: list[int], num_blocks: int) -> BlockAnchors:
+    """Return sorted anchors over documents of these lengths; the last two blocks are padding."""
+    starts = np.cumsum([0, *lengths])
+    anchors = np.sort(np.random.default_rng(0).choice(starts[-1], num_blocks, replace=False))
+    valid = np.arange(num_blocks) < num_blocks - 2
+    return BlockAnchors(np.where(valid, anchors, 0), starts[np.searchsorted(starts, anchors, side="right") - 1] * valid, valid)

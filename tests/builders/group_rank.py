@@ -19,7 +19,7 @@ from services.drafter.model.step import block_loss
 from services.drafter.model.step_sums import StepSums
 from services.drafter.training.gradients import Begin, Gradients
 from services.drafter.training.group import Group, GroupBrokenError
-from tests.builders.batches import frozen_weights, make_batch, make_config, metadata
+from tests.builders.batches import frozen_weights, make_batch, make_config
 
 NUM_ELEMENTS = 1 << 22
 PAUSE_S = 0.05
@@ -37,7 +37,7 @@ def gradient_difference(group: Group, rank: int, device: torch.device) -> float:
 
     def accumulate(seed: int, begin: Begin | None = None) -> None:
         batch = make_batch([24, 17, 30], seed=seed, device=str(device))
-        blocks = choose_blocks(*metadata(batch), batch.sample_ids, 0, config)
+        blocks = choose_blocks(batch, 0, config)
         sums = block_loss(model, frozen[0], frozen[1], batch, blocks, config)
         gradients.accumulate(sums, begin)
 
@@ -58,7 +58,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     faults.load(run_dir, f"drafter-{rank}")
     first_drafter = 3  # behind the exchange and two targets
-    actor = Actor("drafter", argparse.Namespace(run_dir=run_dir, index=rank, place=first_drafter + rank, board_fd=board_fd))
+    actor = Actor("drafter", argparse.Namespace(run_dir=run_dir, index=rank, record=first_drafter + rank, board_fd=board_fd))
     group = Group(actor, device)
     while True:
         try:
@@ -67,7 +67,7 @@ def main() -> None:
             while True:
                 total = group.add_up(torch.full((NUM_ELEMENTS,), 1.0 + rank, device=device))
                 equal = bool((total == 3.0).all())
-                print(json.dumps({"life": actor.board.group, "whole": equal, "time_s": time.monotonic()}), flush=True)
+                print(json.dumps({"incarnation": actor.board.group, "whole": equal, "time_s": time.monotonic()}), flush=True)
                 time.sleep(PAUSE_S)
         except GroupBrokenError:
             print(json.dumps({"broken": True}), flush=True)

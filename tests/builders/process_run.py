@@ -36,7 +36,8 @@ from common.actor.messages import (
 )
 from common.actor.messages import SlotReady as Ready
 from common.config import Config
-from common.data.dataset import Dataset, DatasetWriter
+from common.data.dataset import Dataset
+from common.data.writer import DatasetWriter
 from common.ring import memory
 from common.ring.checksum import checksum
 from common.ring.layout import SlotHeader, SlotLayout
@@ -172,7 +173,7 @@ class ProcessRun:
 
     def start_exchange(self) -> "subprocess.Popen[bytes]":
         """Another exchange, whether or not there is one."""
-        line = [sys.executable, "-m", "services.exchange", "--run-dir", str(self.run_dir), "--index", "0", "--place", "0"]
+        line = [sys.executable, "-m", "services.exchange", "--run-dir", str(self.run_dir), "--index", "0", "--record", "0"]
         line += ["--parent", str(os.getpid()), "--board-fd", str(self.board_fd), "--control-fd", str(self.control_fd)]
         with self.log.open("ab") as log:
             return subprocess.Popen(line, stderr=log, pass_fds=[self.board_fd, self.control_fd])

@@ -17,8 +17,9 @@ from launch.decoding.cases import Turns
 from launch.decoding.speculate import decode, speculate
 from launch.decoding.target_cache import TargetCache
 from services.drafter.model.anchors import Blocks, all_blocks
+from services.drafter.model.batch import PackedBatch
 from services.drafter.model.model import DraftModel
-from services.drafter.model.step import PackedBatch, block_hidden
+from services.drafter.model.step import block_hidden
 
 PROMPTS = [[5], [9, 4], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [40, 41, 40, 41, 40]]
 RECURRENT = {
@@ -30,6 +31,7 @@ RECURRENT = {
     "num_experts": 0,
     "mlp_only_layers": [0, 1, 2, 3],
 }
+MAMBA_2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 8}
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "tied": ("llama", {"tie_word_embeddings": True}),
@@ -37,6 +39,8 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "sliding": ("qwen3", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}),
     "qwen3_next": ("qwen3_next", RECURRENT),
     "qwen3_5": ("qwen3_5_text", RECURRENT),
+    "bamba": ("bamba", MAMBA_2 | {"attn_layer_indices": [1]}),
+    "falcon_h1": ("falcon_h1", MAMBA_2 | {"mamba_d_ssm": 64}),
 }
 KINDS = [pytest.param(*target, id=name) for name, target in TARGETS.items()]
 
@@ -73,7 +77,7 @@ def pack(config: Config, target: Any, prompts: list[list[int]], answers: list[li
 
 
 def blocks_of(batch: PackedBatch, config: Config) -> Blocks:
-    (blocks,) = all_blocks(batch.input_ids, batch.loss_mask, batch.cu_seqlens, config)
+    (blocks,) = all_blocks(batch, config)
     return blocks
 
 

@@ -54,6 +54,6 @@ def test_a_run_without_evaluations_is_an_error(run_dir: Path, capsys: pytest.Cap
     assert "needed an evaluation, found none (see data.eval_path)" in capsys.readouterr().err
     MetricsWriter(run_dir, "drafter-0").write(step=0, acceptance=1.5)
     assert main([str(run_dir), "--out", str(run_dir / "curves.png")]) == 2
-    assert "needed evaluations of this version" in capsys.readouterr().err
+    assert "needed records of steps and evaluations" in capsys.readouterr().err
     assert main([str(run_dir / "nowhere"), "--out", str(run_dir / "curves.png")]) == 2
     assert not (run_dir / "curves.png").exists()

@@ -1,4 +1,4 @@
-"""Damaged data in a real run: it ends with the row named, or goes on without it when told to."""
+"""Prepared data in a real run: the table of its plan, and damage that ends the run with file and rows named."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.data.dataset import Dataset, DatasetWriter
+from common.data.dataset import Dataset
+from common.data.writer import DatasetWriter
 from tests.builders.launched_runs import CONFIG, LaunchedRun
 from tests.builders.saved_sets import save_set
 
@@ -55,30 +56,6 @@ def test_a_file_cut_short_is_refused_before_anything_starts(config: Path, run: L
     assert run.start(*SETTINGS, config=config).end() == 2
     assert re.fullmatch(r"error: \S*data-00003\.arrow \(rows 24 to 31\): needed \d+ bytes, found \d+\n", run.stderr)
     assert not run.directory.exists()
-
-
-def test_a_run_told_to_skip_goes_on_without_the_damaged_rows(config: Path, run: LaunchedRun, tmp_path: Path) -> None:
-    """And twice in the same way."""
-    damage_row(config.parent / "train", 21)
-    path = config.parent / "train" / "data-00003.arrow"
-    path.write_bytes(path.read_bytes()[:-100])
-    skipping = (*SETTINGS, "data.skip_damaged=true")
-    assert run.start(*skipping, config=config).end() == 0, run.log_tails()
-    assert "samples            23 (9 damaged left out); 0 held out\n" in run.stdout
-    assert re.search(r"^damaged: \S+/data-00002\.arrow: needed SHA-256 .*; unusable rows: 21 to 21$", run.stdout, re.MULTILINE)
-    assert re.search(r"^damaged: \S+/data-00003\.arrow: .*; unusable rows: 24 to 31$", run.stdout, re.MULTILINE)
-    again = LaunchedRun(tmp_path / "again")
-    assert again.start(*skipping, config=config).end() == 0, again.log_tails()
-    assert run.losses() == again.losses() and len(run.losses()) >= 3
-    assert run.weights() == again.weights()
-
-
-def test_skipping_changes_nothing_where_nothing_is_damaged(config: Path, run: LaunchedRun, tmp_path: Path) -> None:
-    assert run.start(*SETTINGS, "data.skip_damaged=true", config=config).end() == 0, run.log_tails()
-    plain = LaunchedRun(tmp_path / "plain")
-    assert plain.start(*SETTINGS, config=config).end() == 0, plain.log_tails()
-    assert run.losses() == plain.losses()
-    assert "damaged" not in run.stdout
 
 
 def test_a_set_saved_by_hugging_face_is_trained_on_as_it_is(config: Path, run: LaunchedRun, tmp_path: Path) -> None:

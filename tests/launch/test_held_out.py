@@ -14,7 +14,8 @@ import torch
 
 from common import config as configuration
 from common.acceptance import find_best
-from common.data.dataset import Dataset, DatasetWriter
+from common.data.dataset import Dataset
+from common.data.writer import DatasetWriter
 from common.metrics import read_metrics
 from launch import evaluate, prepare
 from launch.decoding.held_out import count_acceptance
@@ -34,8 +35,8 @@ def write_set(folder: Path, seed: int, count: int, categories: list[str]) -> str
     with DatasetWriter(folder, {}) as writer:
         for number in range(count):
             category = categories[number % len(categories)]
-            places = np.arange(random.integers(12, 40)) * CYCLES.get(category, 1) + random.integers(8)
-            writer.add(places % 8 + (8 if category == "down" else 0), np.arange(len(places)) >= len(places) // 4, category)
+            offsets = np.arange(random.integers(12, 40)) * CYCLES.get(category, 1) + random.integers(8)
+            writer.add(offsets % 8 + (8 if category == "down" else 0), np.arange(len(offsets)) >= len(offsets) // 4, category)
     return str(folder)
 
 
@@ -82,7 +83,7 @@ def test_sets_and_categories_in_metrics_report_and_summary(config: Path, run: La
     _, weights = load_weights(checkpoint_folder(run.directory, last["step"]), draft_identity(config_of_run))
     model = DraftModel(config_of_run)
     model.load_state_dict(weights)
-    counted = count_acceptance(run.directory, config_of_run, model, torch.device("cpu"))
+    counted = count_acceptance(config_of_run, model, torch.device("cpu"))
     assert msgspec.to_builtins(counted) | {"step": last["step"]} == last  # outside of the run, bit for bit
 
     two = LaunchedRun(tmp_path / "two").start(*SETTINGS, 'drafters.devices=["cpu", "cpu"]', config=config)
@@ -139,7 +140,7 @@ def test_status_shows_the_best_checkpoint(config: Path, run: LaunchedRun) -> Non
 
 
 def test_rank_0_dies_while_it_saves_the_best(config: Path, run: LaunchedRun, tmp_path: Path) -> None:
-    """What was measured lives on in the other rank, and so does the best checkpoint."""
+    """The measurement is kept by the other rank, and so is the best checkpoint."""
     settings = (*SETTINGS, "plan.epochs=3", "checkpoint.every_steps=100", 'drafters.devices=["cpu", "cpu"]')
     assert run.start(*settings, config=config).end() == 0, run.log_tails()
     disturbed = LaunchedRun(tmp_path / "disturbed")

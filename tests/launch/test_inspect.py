@@ -1,4 +1,4 @@
-"""What a person sees of a data set."""
+"""The command that shows a data set."""
 
 import io
 import json
@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.image import imread
 from rich.console import Console
 
 from common.data.arrow_file import Sample
-from common.data.dataset import Dataset, DatasetWriter
+from common.data.dataset import Dataset
+from common.data.writer import DatasetWriter
 from launch import inspect, prepare
 from tests.builders.saved_sets import save_set
 from tests.builders.tiny_chat_model import save_chat_model
@@ -59,8 +59,8 @@ def test_the_manifest_and_the_table_are_shown(folder: Path, capsys: pytest.Captu
     assert inspect.main([str(folder / "set")]) == 0
     out = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     manifest = Dataset.open(folder / "set").manifest
-    shown = [f"fingerprint {manifest.fingerprint}", "key.max_length 8192", f"key.template {manifest.source['key']['template']}"]
-    assert {*shown, "rows in 8", "rows kept 8", "1-128 tokens 8"} <= set(out)
+    shown = {f"fingerprint {manifest.fingerprint}", f"model {folder / 'model'}", "split train"}
+    assert shown | {"rows in 8", "rows kept 8", "1-128 tokens 8"} <= set(out)
     assert out[0].startswith("samples 8 in 1 files of 0.0 MB")
 
 
@@ -88,14 +88,18 @@ def test_a_saved_set_has_no_checksums_to_verify(tmp_path: Path, capsys: pytest.C
     assert "not counted" in capsys.readouterr().out
 
 
-def test_the_histogram_is_a_picture(folder: Path, tmp_path: Path) -> None:
-    path = tmp_path / "new" / "lengths.png"
-    assert inspect.main([str(folder / "set"), "--histogram", str(path)]) == 0
-    assert path.read_bytes().startswith(b"\x89PNG\r\n")
-    picture = imread(path)
-    assert picture.shape[:2] == (440, 1100)
-    colours = {tuple(colour) for colour in np.rint(picture[:, :, :3] * 255).astype(int).reshape(-1, 3).tolist()}
-    assert {(31, 119, 180), (44, 160, 44)} <= colours  # bars of both
+def test_lengths_are_bars_of_all_samples_and_of_their_supervised_tokens(tmp_path: Path) -> None:
+    with DatasetWriter(tmp_path / "set", {}) as writer:
+        for length in (5, 200, 200, 400):
+            writer.add(range(length), [number < 150 for number in range(length)])
+    console = Console(file=io.StringIO(), width=100)
+    console.print(inspect.draw_lengths(Dataset.open(tmp_path / "set")))
+    assert isinstance(console.file, io.StringIO)
+    assert [line.split() for line in console.file.getvalue().splitlines()[1:]] == [
+        ["1-128", "1", "█" * 6, "1", "█" * 6],
+        ["129-256", "2", "█" * 12, "3", "█" * 18],
+        ["257-512", "1", "█" * 6, "0"],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -110,6 +114,6 @@ def test_the_histogram_is_a_picture(folder: Path, tmp_path: Path) -> None:
 def test_what_is_wrong_is_one_line(
     folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    assert inspect.main([str(folder / arguments[0]), *arguments[1:]]) == 1
+    assert inspect.main([str(folder / arguments[0]), *arguments[1:]]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and error.count("\n") == 1

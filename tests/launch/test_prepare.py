@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from common.data.dataset import Dataset, DatasetWriter
+from common.data.dataset import Dataset
+from common.data.writer import DatasetWriter
 from launch import prepare
 from tests.builders.tiny_chat_model import CHATML, save_chat_model
 
@@ -68,15 +69,15 @@ def test_the_last_rows_are_held_out(model: Path, tmp_path: Path) -> None:
     assert read_report(tmp_path / "train")["written"] == {"train": 7, "eval": 3}
 
 
-def test_a_conversation_of_several_rows_is_never_on_both_sides(model: Path, tmp_path: Path) -> None:
+def test_a_conversation_of_several_rows_is_never_in_both_sets(model: Path, tmp_path: Path) -> None:
     rows: list[Any] = [
         {"answers": [{"prompt_ids": [1, n], "answer_ids": [7, 8]}, {"prompt_ids": [2, n], "answer_ids": [7, 9]}]}
         for n in range(5)
     ]
     assert run(model, tmp_path, rows, *held_out(tmp_path, 3)) == 0
     parts = [Dataset.open(tmp_path / split) for split in ("train", "eval")]
-    sides = [{int(part.read(row).input_ids[1]) for row in range(part.num_samples)} for part in parts]
-    assert sides == [{0, 1, 2}, {3, 4}]
+    ids = [{int(part.read(row).input_ids[1]) for row in range(part.num_samples)} for part in parts]
+    assert ids == [{0, 1, 2}, {3, 4}]
     assert parts[1].num_samples == 4
 
 
@@ -151,7 +152,7 @@ def test_a_row_of_one_data_set_is_a_duplicate_in_the_other(model: Path, tmp_path
 def test_no_row_for_training_is_an_error_and_leaves_nothing(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: list[Any], count: int, message: str
 ) -> None:
-    assert run(model, tmp_path, rows, *(held_out(tmp_path, count) if count else [])) == 1
+    assert run(model, tmp_path, rows, *(held_out(tmp_path, count) if count else [])) == 2
     printed = capsys.readouterr()
     assert message in printed.err and "rows in" in printed.out
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
@@ -171,7 +172,7 @@ def test_a_set_that_is_there_is_refused_and_replaced_on_request(
 ) -> None:
     assert run(model, tmp_path, make_rows(9), *held_out(tmp_path, 2)) == 0
     before = [(path, path.stat().st_ino) for path in tmp_path.rglob("*")]
-    assert run(model, tmp_path, None, *held_out(tmp_path, 2)) == 1
+    assert run(model, tmp_path, None, *held_out(tmp_path, 2)) == 2
     assert "train: needed a new folder, found one that exists (see --overwrite)" in capsys.readouterr().err
     assert [(path, path.stat().st_ino) for path in tmp_path.rglob("*")] == before
     assert run(model, tmp_path, make_rows(5), *held_out(tmp_path, 2), "--overwrite") == 0
@@ -181,7 +182,7 @@ def test_a_set_that_is_there_is_refused_and_replaced_on_request(
 
 def test_a_failed_preparation_leaves_what_was_there(model: Path, tmp_path: Path) -> None:
     assert run(model, tmp_path, make_rows(5)) == 0
-    assert run(model, tmp_path, [], "--overwrite") == 1
+    assert run(model, tmp_path, [], "--overwrite") == 2
     assert read_last_ids(tmp_path / "train") == [0, 1, 2, 3, 4]
 
 
@@ -199,7 +200,7 @@ def test_nested_folders_are_refused(
     (tmp_path / "link").symlink_to(tmp_path / "a")
     source = write(tmp_path / "rows.jsonl", make_rows(5))
     folders = ["--out", str(tmp_path / out), "--eval-out", str(tmp_path / eval_out), "--eval-samples", "2"]
-    assert prepare.main(["--model", str(model), "--input", str(source), *folders, "--overwrite"]) == 1
+    assert prepare.main(["--model", str(model), "--input", str(source), *folders, "--overwrite"]) == 2
     assert "--eval-out: needed a folder neither in --out nor around it, found " in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "rows.jsonl"]
 
@@ -214,7 +215,7 @@ def test_a_folder_with_anything_else_in_it_is_not_replaced(
             writer.add([1], [1])
     else:
         (tmp_path / "train" / name).write_text("mine")
-    assert run(model, tmp_path, make_rows(3), "--overwrite") == 1
+    assert run(model, tmp_path, make_rows(3), "--overwrite") == 2
     assert f"train: needed a prepared data set and nothing else, found {name}" in capsys.readouterr().err
     assert read_last_ids(tmp_path / "train") == [0, 1, 2, 3, 4] and (tmp_path / "train" / name).exists()
 
@@ -247,7 +248,7 @@ def test_a_folder_that_is_something_else_is_not_touched(
     (tmp_path / "eval").mkdir()
     for name, text in (content or {}).items():
         (tmp_path / "eval" / name).write_text(text)
-    assert run(model, tmp_path, make_rows(3), *held_out(tmp_path, 1), "--overwrite") == 1
+    assert run(model, tmp_path, make_rows(3), *held_out(tmp_path, 1), "--overwrite") == 2
     assert "eval" in capsys.readouterr().err
     assert {path.name: path.read_text() for path in (tmp_path / "eval").iterdir()} == (content or {})
     assert not (tmp_path / "train").exists()
@@ -273,7 +274,7 @@ def test_a_second_preparation_of_the_same_folder_is_refused(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with DatasetWriter(tmp_path / "train", {}) as writer:
-        assert run(model, tmp_path, make_rows(3)) == 1
+        assert run(model, tmp_path, make_rows(3)) == 2
         writer.add([1], [1])
     assert "train: needed no other writer, found one at work" in capsys.readouterr().err
     assert Dataset.open(tmp_path / "train").num_samples == 1
@@ -281,7 +282,7 @@ def test_a_second_preparation_of_the_same_folder_is_refused(
 
 def test_a_model_without_a_chat_template_is_named_and_a_file_helps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_chat_model(tmp_path / "model", chat_template=None)
-    assert run(tmp_path / "model", tmp_path, make_chat(3)) == 1
+    assert run(tmp_path / "model", tmp_path, make_chat(3)) == 2
     assert "needed a tokenizer with a chat template, found one without (see --template)" in capsys.readouterr().err
     (tmp_path / "chatml.jinja").write_text(CHATML)
     assert run(tmp_path / "model", tmp_path, None, "--template", str(tmp_path / "chatml.jinja")) == 0

@@ -23,7 +23,7 @@ from launch.decoding.full_target import load_full_target, stop_tokens
 from launch.decoding.held_out import count_acceptance
 from launch.decoding.speculate import decode, speculate
 from launch.decoding.target_features import TargetFeatures
-from launch.operate.summary import read_series
+from launch.operate.report import read_series
 from services.drafter.folder.checkpoint import draft_identity, load_weights
 from services.drafter.folder.drafter_folder import load_drafter
 from services.drafter.model.acceptance import evaluate_batch
@@ -60,12 +60,12 @@ def check_agreement(run_dir: Path, trained: dict[str, Any], out: Path) -> None:
     _, weights = load_weights(checkpoint, draft_identity(config))
     model = DraftModel(config)
     model.load_state_dict(weights)
-    walked = count_acceptance(run_dir, config, model, CPU)
+    walked = count_acceptance(config, model, CPU)
     assert msgspec.to_builtins(walked) | {"step": trained["step"]} == trained  # bit for bit
 
     export.run(run_dir, out, checkpoint, "dflash")
     served = load_drafter(out, config)
-    rounded = count_acceptance(run_dir, config, served, CPU)
+    rounded = count_acceptance(config, served, CPU)
     assert abs(rounded.acceptance - walked.acceptance) <= 0.02  # float32 was trained: bfloat16 changes a draft here and there
 
     target = load_full_target(config, CPU)

@@ -63,7 +63,7 @@ def test_exact_ids_are_kept_where_the_server_returns_them(tmp_path: Path, ids: A
     assert [message["content"] for message in second["messages"]] == ["a", "re: a", "b", "re: b"]
 
 
-def test_a_server_that_fails_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_fails_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.sleep", lambda _: None)
     with CompletionServer(failures=(503, 429, 0, 500)) as server:
         assert run(server, write_rows(tmp_path, [{"prompt": "a"}]), "--concurrency", "1") == 0
@@ -77,7 +77,7 @@ def test_a_server_that_goes_on_failing_ends_it_and_the_same_command_goes_on(
     prompts = write_rows(tmp_path, [{"prompt": f"{number}"} for number in range(6)])
     with CompletionServer() as server:
         server.max_answers = 3
-        assert run(server, prompts, "--concurrency", "1") == 1
+        assert run(server, prompts, "--concurrency", "1") == 2
     assert f'error: {server.url}: 401 {{"error": "no more"}}\n' in capsys.readouterr().err
     partial = tmp_path / "out.jsonl.partial"
     assert len(partial.read_text().splitlines()) == 3 and not (tmp_path / "out.jsonl").exists()
@@ -98,7 +98,7 @@ def test_a_server_that_goes_on_failing_ends_it_and_the_same_command_goes_on(
 def test_no_server_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with CompletionServer() as server:
         pass
-    assert run(server, write_rows(tmp_path, [{"prompt": "a"}]), "--retries", "0") == 1
+    assert run(server, write_rows(tmp_path, [{"prompt": "a"}]), "--retries", "0") == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"error: {server.url}: no answer in 1 attempts, the last: ") and "refused" in error
 

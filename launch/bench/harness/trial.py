@@ -2,7 +2,7 @@
 
 import hashlib
 import itertools
-import json
+import math
 import re
 import subprocess
 import sys
@@ -12,18 +12,30 @@ from typing import NamedTuple
 import msgspec
 
 from common.actor.faults import Fault
-from common.config import Config, read
+from common.config import read
 from common.metrics import read_metrics
 from common.run_dir import actor_name, log_path
-from launch.operate.summary import read_series
+from launch.operate.report import read_series
 
 CONFIG = Path(__file__).parents[2] / "configs" / "tiny.toml"
-QUICK = ["supervision.stall_timeout_s=3", "supervision.max_restarts=1000", "supervision.backoff_s=0.1"]
+STALL_TIMEOUT_S = 3
+QUICK = [f"supervision.stall_timeout_s={STALL_TIMEOUT_S}", "supervision.max_restarts=1000", "supervision.backoff_s=0.1"]
 QUICK += ["supervision.max_deaths_without_progress=1000"]
 
 
+class StepLine(NamedTuple):
+    """The record that a drafter wrote of one optimizer step."""
+
+    step: int
+    time_s: float  # since the epoch
+    loss: float
+    grad_norm: float
+    reduce_s: float
+    skipped: bool
+
+
 class Outcome(NamedTuple):
-    """What a run came to."""
+    """The result of a run."""
 
     exit_code: int
     losses: dict[int, float]
@@ -35,7 +47,7 @@ class Outcome(NamedTuple):
     longest_pause_s: float  # between two steps
 
     def equals(self, other: "Outcome") -> bool:
-        """The same training, bit for bit."""
+        """Return whether both runs trained alike, bit for bit."""
         return (self.losses, self.acceptance, self.weights) == (other.losses, other.acceptance, other.weights)
 
 
@@ -62,45 +74,56 @@ class Trial:
         with (self.run_dir / "output").open("ab") as output:
             return subprocess.Popen([*command, "--set", *self._overrides], stdout=output, stderr=output, cwd=CONFIG.parents[2])
 
-    def pid(self, name: str) -> int | None:
-        """The latest life of an actor, as its log says, or None before the first."""
-        path = log_path(self.run_dir, name)
-        lives = re.findall(r"started, pid (\d+)", path.read_text(errors="replace")) if path.exists() else []
-        return int(lives[-1]) if lives else None
+    def output(self) -> str:
+        """Return the end of what the run printed."""
+        return (self.run_dir / "output").read_text(errors="replace")[-3000:]
 
-    def steps(self) -> list[tuple[float, int]]:
-        """(time, step) of every line that a drafter wrote of a step, in order of time."""
-        lines = [line for rank in range(self._config().num_drafters) for line in read_metrics(self.run_dir, f"drafter-{rank}")]
-        return sorted((line["time_s"], line["step"]) for line in lines if "loss" in line)
+    def pid(self, name: str) -> int | None:
+        """Return the pid of an actor's latest incarnation, as its log says, or None before the first."""
+        path = log_path(self.run_dir, name)
+        pids = re.findall(r"started, pid (\d+)", path.read_text(errors="replace")) if path.exists() else []
+        return int(pids[-1]) if pids else None
+
+    def steps(self) -> list[StepLine]:
+        """Return the records of all ranks, in order of time; [] before the run has begun."""
+        if not (self.run_dir / "config.json").exists():
+            return []
+        ranks = range(read(self.run_dir).num_drafters)
+        return sorted((line for rank in ranks for line in read_steps(self.run_dir, rank)), key=lambda line: line.time_s)
 
     def outcome(self, exit_code: int) -> Outcome:
-        """Read what the run left."""
-        config = self._config()
-        losses, evaluations = read_series(self.run_dir, config.num_drafters)
-        drafters = [list(read_metrics(self.run_dir, actor_name("drafter", rank))) for rank in range(config.num_drafters)]
-        targets = [line for index in range(config.num_targets) for line in read_metrics(self.run_dir, f"target-{index}")]
-        steps = [[line["step"] for line in lines if "loss" in line] for lines in drafters]
-        export = self.run_dir / "export" / "model.safetensors"
-        times = [time_s for time_s, _ in self.steps()]
+        """Read the result of the run that ended."""
+        run_dir, config = self.run_dir, read(self.run_dir)
+        drafters = [actor_name("drafter", rank) for rank in range(config.num_drafters)]
+        targets = [actor_name("target", index) for index in range(config.num_targets)]
+        losses, evaluations = read_series(run_dir, config.num_drafters)
+        steps = [[line.step for line in read_steps(run_dir, rank)] for rank in range(config.num_drafters)]
+        batches = [line["batch"] for name in targets for line in read_metrics(run_dir, name)]
+        export = run_dir / "export" / "model.safetensors"
         return Outcome(
             exit_code=exit_code,
             losses=losses,
             acceptance={step: line["acceptance"] for step, line in evaluations.items()},
             weights=hashlib.sha256(export.read_bytes()).hexdigest() if export.exists() else "",
             num_steps_repeated=max(len(numbers) - len(set(numbers)) for numbers in steps),
-            num_batches_again=len(targets) - len({line["batch"] for line in targets}),
-            num_rejected=sum("rejected_batch" in line for lines in drafters for line in lines),
-            longest_pause_s=max((after - before for before, after in itertools.pairwise(times)), default=0.0),
+            num_batches_again=len(batches) - len(set(batches)),
+            num_rejected=sum("rejected_batch" in line for name in drafters for line in read_metrics(run_dir, name)),
+            longest_pause_s=longest_pause_s([line.time_s for line in self.steps()]),
         )
 
     def inconsistent_steps(self) -> list[int]:
-        """Steps of which two lines, of whatever rank or life, name different losses: there must be none."""
-        seen: dict[int, set[str]] = {}
-        for rank in range(self._config().num_drafters):
-            for line in read_metrics(self.run_dir, actor_name("drafter", rank)):
-                if "loss" in line:
-                    seen.setdefault(line["step"], set()).add(json.dumps(line["loss"]))
-        return sorted(step for step, losses in seen.items() if len(losses) > 1)
+        """Return steps of which two records, of whatever rank or incarnation, name different losses: there must be none."""
+        losses: dict[int, set[str]] = {}
+        for line in self.steps():
+            losses.setdefault(line.step, set()).add(repr(line.loss))
+        return sorted(step for step, found in losses.items() if len(found) > 1)
 
-    def _config(self) -> Config:
-        return read(self.run_dir)
+
+def read_steps(run_dir: Path, rank: int = 0) -> list[StepLine]:
+    """Read the records of one rank, over all its incarnations; a figure that is not finite is nan."""
+    lines = [line for line in read_metrics(run_dir, actor_name("drafter", rank)) if "loss" in line]
+    return [StepLine._make(math.nan if line[name] is None else line[name] for name in StepLine._fields) for line in lines]
+
+
+def longest_pause_s(times_s: list[float]) -> float:
+    return max((after - before for before, after in itertools.pairwise(times_s)), default=0.0)

@@ -9,7 +9,7 @@ Hkv key and value heads, D head_dim, G = Hq / Hkv.
     q, o, do, dq    [M, Hq, D]      k, v, dk, dv            [T, Hkv, D]      lse, delta   float32 [Hq, M]
     runs            int32 [4, M]    k_own, v_own, dk, dv    [Q, Hkv, D]      sweeps       int32 [tiles, 4 or 8]
 
-A row sees one run of keys, so a tile of rows is swept in three phases (see visibility.py for the tile numbers):
+A row sees one run of keys, so a tile of rows is swept in three phases (see key_runs.py for the tile numbers):
 
     key tiles     | left edge | middle   | right edge |
                   | masked    | unmasked | masked     |
@@ -22,7 +22,7 @@ A row sees one run of keys, so a tile of rows is swept in three phases (see visi
 import triton
 import triton.language as tl
 
-from services.drafter.model.visibility import TILE
+from services.drafter.kernels.key_runs import TILE
 
 _TILE: tl.constexpr = tl.constexpr(TILE)
 _MIN_SCORE: tl.constexpr = tl.constexpr(-1e30)  # finite: -inf minus -inf would be NaN in a row without a key so far

@@ -1,10 +1,9 @@
 """Attention of block rows over runs of keys on a GPU, with the kernels of `attention_kernel`; imported on a GPU only.
 
 Neighbouring rows see runs of keys with neighbouring edges. So most key tiles are visible to all rows of a tile or to none;
-a sweep (see visibility.py) lists the first and last tile of each phase, and only tiles at the edges are masked.
+a sweep (see key_runs.py) lists the first and last tile of each phase, and only tiles at the edges are masked.
 
-Shapes: T context rows, Q block rows, M query rows among them, S keys of one part (T or Q), Hq query heads,
-Hkv key and value heads, D head_dim. lse and delta are as in `attention_kernel`.
+Shapes, lse and delta are as in `attention_kernel`.
 """
 
 import math
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from common.device.upload import upload
 from services.drafter.kernels.attention_kernel import dkdv_kernel, dq_kernel, forward_kernel
-from services.drafter.model.visibility import TILE, KeyRuns, sweeps_of_keys, sweeps_of_rows
+from services.drafter.kernels.key_runs import TILE, KeyRuns, sweeps_of_keys, sweeps_of_rows
 
 _LOG2_E = math.log2(math.e)
 KeysValues = tuple[Tensor, Tensor]

@@ -1,6 +1,6 @@
 """Choice of the blocks of a packed batch: their anchors, inputs and labels; numpy on the CPU.
 
-Shapes: T packed rows, D documents, N blocks, B block size.
+Shapes: N blocks, B block size.
 """
 
 import math
@@ -9,14 +9,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from common.config import Config
+from services.drafter.kernels.key_runs import TILE
+from services.drafter.model.batch import Bools, Ints, PackedBatch
 from services.drafter.model.seeding import sample_sequence
-from services.drafter.model.visibility import TILE
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,36 +28,27 @@ class Blocks:
     label_mask: Bools  # [N, B - 1] a contiguous prefix of every row, unless train.contiguous_prefix is off
 
 
-def choose_blocks(input_ids: Ints, loss_mask: Bools, cu_seqlens: Ints, sample_ids: Ints, epoch: int, config: Config) -> Blocks:
+def choose_blocks(batch: PackedBatch, epoch: int, config: Config) -> Blocks:
     """Draw the blocks of one training batch.
 
     The order of a document's candidates depends on (seed, epoch, sample id) only; the batch decides no more than how
     many of them are taken. Random anchors beat a fixed tiling (arXiv 2602.06036, table 13).
-
-    Args:
-        input_ids: int64 [T].
-        loss_mask: bool [T].
-        cu_seqlens: int64 [D + 1], the first row of each document, then T.
-        sample_ids: int64 [D].
-        epoch: number of the pass over the data.
-        config: the seed, the block size, the mask token and the two budgets.
     """
-    candidates = [_candidates(loss_mask, start, end) for start, end in pairwise(cu_seqlens)]
+    candidates = _candidates(batch)
     wanted = [min(len(rows), config.train.anchors_per_document) for rows in candidates]
     chosen = []
-    for rows, quota, sample_id in zip(candidates, quotas(wanted, config.num_anchors), sample_ids, strict=True):
+    for rows, quota, sample_id in zip(candidates, quotas(wanted, config.num_anchors), batch.sample_ids, strict=True):
         sequence = sample_sequence(config.seed, epoch, int(sample_id), "anchors")
         order = np.random.Generator(np.random.Philox(sequence)).permutation(len(rows))
         chosen.append(np.sort(rows[order[:quota]]))
-    return _blocks(np.concatenate(chosen), input_ids, loss_mask, cu_seqlens, config)
+    return _blocks(np.concatenate(chosen), batch, config)
 
 
-def all_blocks(input_ids: Ints, loss_mask: Bools, cu_seqlens: Ints, config: Config) -> Iterator[Blocks]:
+def all_blocks(batch: PackedBatch, config: Config) -> Iterator[Blocks]:
     """Yield every candidate of a batch in order, for evaluation; no more blocks at a time than in training."""
-    anchors = np.concatenate([_candidates(loss_mask, start, end) for start, end in pairwise(cu_seqlens)])
+    anchors = np.concatenate(_candidates(batch))
     for first in range(0, len(anchors), config.num_anchors):
-        part = anchors[first : first + config.num_anchors]
-        yield _blocks(part, input_ids, loss_mask, cu_seqlens, config)
+        yield _blocks(anchors[first : first + config.num_anchors], batch, config)
 
 
 def anchors_of_tiles(block_size: int) -> int:
@@ -81,32 +69,29 @@ def quotas(wanted: list[int], budget: int) -> list[int]:
     return granted
 
 
-def _candidates(loss_mask: Bools, start: int, end: int) -> Ints:
-    """Return the supervised rows of one document that are followed by a supervised row of the same document."""
-    inside = loss_mask[start:end]
-    return np.flatnonzero(inside[:-1] & inside[1:]) + start
+def _candidates(batch: PackedBatch) -> list[Ints]:
+    """Return the supervised rows of each document that are followed by a supervised row of the same document."""
+    masks = [(start, batch.loss_mask[start:end]) for start, end in pairwise(batch.cu_seqlens)]
+    return [np.flatnonzero(mask[:-1] & mask[1:]) + start for start, mask in masks]
 
 
-def _blocks(anchors: Ints, input_ids: Ints, loss_mask: Bools, cu_seqlens: Ints, config: Config) -> Blocks:
+def _blocks(anchors: Ints, batch: PackedBatch, config: Config) -> Blocks:
     block_size, step = config.draft.block_size, anchors_of_tiles(config.draft.block_size)
     num_blocks = min(max(1, math.ceil(len(anchors) / step)) * step, config.num_anchors)
     valid = np.arange(num_blocks) < len(anchors)
     anchors = np.pad(anchors, (0, num_blocks - len(anchors)))
-    documents = np.searchsorted(cu_seqlens, anchors, side="right") - 1
-    anchor_tokens = np.where(valid, input_ids[anchors], config.draft.mask_token_id)
-
+    documents = np.searchsorted(batch.cu_seqlens, anchors, side="right") - 1
     rows = anchors[:, None] + np.arange(1, block_size)
-    inside = (rows < cu_seqlens[documents + 1][:, None]) & valid[:, None]
+    inside = (rows < batch.cu_seqlens[documents + 1][:, None]) & valid[:, None]
     rows = np.where(inside, rows, 0)
-    label_mask = inside & loss_mask[rows]
+    label_mask = inside & batch.loss_mask[rows]
     if config.train.contiguous_prefix:
         label_mask = np.logical_and.accumulate(label_mask, axis=1)
-    labels = np.where(label_mask, input_ids[rows], 0)
     return Blocks(
         anchors=anchors,
         documents=documents,
         valid=valid,
-        anchor_tokens=anchor_tokens,
-        labels=labels,
+        anchor_tokens=np.where(valid, batch.input_ids[anchors], config.draft.mask_token_id),
+        labels=np.where(label_mask, batch.input_ids[rows], 0),
         label_mask=label_mask,
     )

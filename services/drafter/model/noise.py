@@ -1,41 +1,31 @@
 """Noise on the target's features while training, as in vllm-project/speculators."""
 
+from dataclasses import replace
+from itertools import pairwise
+
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from common.config import Config
+from services.drafter.model.batch import PackedBatch
 from services.drafter.model.seeding import sample_sequence
 
 
-def add_noise(
-    hidden_states: Tensor, cu_seqlens: NDArray[np.int64], sample_ids: NDArray[np.int64], epoch: int, config: Config
-) -> Tensor:
-    """Add uniform noise in +-train.noise_scale, or gaussian noise of that deviation; never to evaluation batches.
+def add_noise(batch: PackedBatch, epoch: int, config: Config) -> PackedBatch:
+    """Add uniform noise in +-train.noise_scale to the hidden states, or gaussian noise of that deviation; never to evaluation.
 
-    A document's noise depends on (seed, epoch, sample id) and its length only, and on the kind of device.
-
-    Args:
-        hidden_states: [T, K, H], left as it is.
-        cu_seqlens: int64 [D + 1] on the CPU.
-        sample_ids: int64 [D] on the CPU.
-        epoch: number of the pass over the data.
-        config: the seed, train.noise and train.noise_scale.
-
-    Returns:
-        [T, K, H]; `hidden_states` itself when train.noise is "off".
+    A document's noise depends on (seed, epoch, sample id) and its length only, and on the kind of device. The given hidden
+    states stay as they are.
     """
-    scale = config.train.noise_scale
+    scale, hidden_states = config.train.noise_scale, batch.hidden_states
     if config.train.noise == "off":
-        return hidden_states
+        return batch
     noise = torch.empty_like(hidden_states)
-    for document, sample_id in enumerate(sample_ids):
+    for sample_id, (start, end) in zip(batch.sample_ids, pairwise(batch.cu_seqlens.tolist()), strict=True):
         sequence = sample_sequence(config.seed, epoch, int(sample_id), "noise")
         generator = torch.Generator(hidden_states.device).manual_seed(int(sequence.generate_state(1, np.uint64)[0] >> 1))
-        rows = noise[int(cu_seqlens[document]) : int(cu_seqlens[document + 1])]
         if config.train.noise == "uniform":
-            rows.uniform_(-scale, scale, generator=generator)
+            noise[start:end].uniform_(-scale, scale, generator=generator)
         else:
-            rows.normal_(0.0, scale, generator=generator)
-    return noise.add_(hidden_states)
+            noise[start:end].normal_(0.0, scale, generator=generator)
+    return replace(batch, hidden_states=noise.add_(hidden_states))

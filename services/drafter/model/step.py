@@ -1,54 +1,31 @@
-"""The forward of one packed batch: where blocks, attention, draft model, head and loss meet.
+"""Forward of one packed batch, from blocks, attention, draft model and head to the loss.
 
-Shapes: T packed rows, D documents, K taps, H hidden, V vocabulary, N blocks, B block size, Q = N * B block rows,
-M wanted rows among them, R labelled rows.
+Shapes: T packed rows, H hidden, V vocabulary, N blocks, B block size, Q = N * B block rows, M wanted rows among them,
+R labelled rows.
 """
-
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from common.config import Config
 from common.device.upload import upload
 from services.drafter.model.anchors import Blocks
 from services.drafter.model.attention import Attend, make_attention
+from services.drafter.model.batch import Ints, PackedBatch
 from services.drafter.model.loss import Head, decay_weights, dpace_weights, frozen_head_loss
 from services.drafter.model.model import DraftModel
 from services.drafter.model.step_sums import StepSums
-from services.drafter.model.visibility import BlockAnchors, Ints, key_runs
+from services.drafter.model.visibility import BlockAnchors, key_runs
 
 HEAD_CHUNK_ROWS = 1536  # 0.8 GB of bfloat16 logits at a vocabulary of 248,320
-
-
-@dataclass(frozen=True, kw_only=True)
-class PackedBatch:
-    """D documents back to back without padding: what the device computes on, and what the CPU plans with."""
-
-    hidden_states: Tensor  # [T, K, H] on the device
-    position_ids: Tensor  # int64 [T] on the device, from 0 in every document
-    input_ids: NDArray[np.int64]  # [T]
-    loss_mask: NDArray[np.bool_]  # [T]
-    cu_seqlens: NDArray[np.int64]  # [D + 1]
-    sample_ids: NDArray[np.int64]  # [D]
 
 
 def block_loss(
     model: DraftModel, embed_weight: Tensor, head: Head, batch: PackedBatch, blocks: Blocks, config: Config
 ) -> StepSums:
-    """Compute the loss of one batch and the counts that go with it; never waits for the device.
-
-    Args:
-        model: the draft model.
-        embed_weight: [V, H], the target's.
-        head: [V, H], the target's.
-        batch: features and positions.
-        blocks: from `anchors.choose_blocks`.
-        config: the loss and its decay.
-    """
+    """Compute loss and counts of one batch without waiting for the device; embedding and head are the target's, [V, H]."""
     device, (num_blocks, num_slots) = batch.hidden_states.device, blocks.labels.shape
     block, slot = np.nonzero(blocks.label_mask)
     labelled = block * (num_slots + 1) + slot + 1

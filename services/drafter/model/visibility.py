@@ -1,16 +1,14 @@
-"""Visible keys of every block row, as runs, and the attention tiles that they touch; numpy on the CPU.
+"""Visible keys of every block row, as runs; numpy on the CPU.
 
-Shapes: T context rows, N blocks (one per anchor), B block size, N * B block rows, M query rows, S keys.
+Shapes: T context rows, N blocks (one per anchor), B block size, N * B block rows, M query rows.
 """
 
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-TILE = 128  # rows and keys of a tile of the attention
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
+from services.drafter.kernels.key_runs import KeyRuns
+from services.drafter.model.batch import Bools, Ints
 
 
 class BlockAnchors(NamedTuple):
@@ -21,27 +19,12 @@ class BlockAnchors(NamedTuple):
     valid: Bools  # [N] False for padding
 
 
-class KeyRuns(NamedTuple):
-    """Two runs of keys for each of M query rows, from `start` to before `end`; every own run holds the row itself."""
-
-    start: Ints  # [M] context rows
-    end: Ints
-    own_start: Ints  # [M] block rows
-    own_end: Ints
-
-
 def key_runs(blocks: BlockAnchors, block_size: int, sliding_window: int, rows: Ints) -> KeyRuns:
-    """Return the runs of keys that are visible to the block rows numbered `rows`.
+    """Return the runs of keys that are visible to the M block rows numbered `rows`: block * B + offset.
 
-    A block at anchor a sees the context strictly before a of its own document, and itself: a full layer in both
-    directions, a sliding layer causally. In a sliding layer the row at a + offset sees no key before
-    a + offset - (W - 1). Rows of invalid blocks see only their own block, and nobody else sees them.
-
-    Args:
-        blocks: anchors and documents of the blocks.
-        block_size: B.
-        sliding_window: W; 0 for a full layer.
-        rows: int64 [M], block * B + offset.
+    A block at anchor a sees the context strictly before a of its own document, and itself: a full layer (a
+    `sliding_window` W of 0) in both directions, a sliding layer causally. In a sliding layer the row at a + offset sees
+    no key before a + offset - (W - 1). Rows of invalid blocks see only their own block, and no other row sees them.
     """
     block, offset = np.divmod(rows, block_size)
     end = np.where(blocks.valid, blocks.anchors, 0)[block]
@@ -51,45 +34,3 @@ def key_runs(blocks: BlockAnchors, block_size: int, sliding_window: int, rows: I
         return KeyRuns(start, end, own_start, own_start + block_size)
     oldest = end + offset - (sliding_window - 1)
     return KeyRuns(np.clip(oldest, start, end), end, np.maximum(own_start, rows - (sliding_window - 1)), rows + 1)
-
-
-def in_one_sequence(runs: KeyRuns, num_context: int | Ints) -> KeyRuns:
-    """Shift the own runs behind `num_context` context rows: one number, or [M] if each query row has its own sequence."""
-    return runs._replace(own_start=runs.own_start + num_context, own_end=runs.own_end + num_context)
-
-
-def sweeps_of_rows(start: Ints, end: Ints) -> Ints:
-    """Return the tiles of keys that each tile of query rows has to visit, from one run per row [M].
-
-    Returns:
-        [ceil(M / TILE), 4], ascending: the first tile that is visited, the first that all rows see in whole, the first
-        behind that is cut again, and the first that is not visited any more.
-    """
-    missing = -len(start) % TILE
-    start, end = (np.pad(part, (0, missing), mode="edge").reshape(-1, TILE) for part in (start, end))
-    some = end > start
-    first = np.where(some, start, np.iinfo(np.int64).max).min(1) // TILE
-    last = -(-np.where(some, end, 0).max(1) // TILE)
-    whole, cut = -(-start.max(1) // TILE), np.where(some.all(1), end.min(1) // TILE, 0)
-    return _as_sweeps(np.minimum(first, last), whole, cut, last)
-
-
-def sweeps_of_keys(of_rows: Ints, num_tiles: int) -> Ints:
-    """Transpose sweeps: return the tiles of rows that have to visit each tile of keys, [num_tiles, 4]."""
-    first, whole, cut, last = of_rows.T[..., None]
-    tile = np.arange(num_tiles)
-    seen, filled = ((tile >= first) & (tile < last)).T, ((tile >= whole) & (tile < cut)).T  # [num_tiles, tiles of rows]
-    whole, cut = _edges(filled)
-    return _as_sweeps(_edges(seen)[0], np.where(cut - whole == filled.sum(1), whole, cut), cut, _edges(seen)[1])
-
-
-def _edges(marked: Bools) -> tuple[Ints, Ints]:
-    """Return first and past-the-last marked column of each row, or (0, 0)."""
-    some, width = marked.any(1), marked.shape[1]
-    return np.where(some, marked.argmax(1), 0), np.where(some, width - marked[:, ::-1].argmax(1), 0)
-
-
-def _as_sweeps(first: Ints, whole: Ints, cut: Ints, last: Ints) -> Ints:
-    """Return sweeps [n, 4], ascending; if no tile is visible in whole, all tiles count as cut."""
-    whole = np.where(cut > whole, whole, last)
-    return np.stack([first, whole, np.maximum(whole, cut), last], axis=1)

@@ -8,7 +8,8 @@ import pyarrow as pa
 import pytest
 
 from common.data.arrow_file import Sample, to_batch
-from common.data.dataset import ROWS_PER_BATCH, Dataset, DatasetWriter
+from common.data.dataset import Dataset
+from common.data.writer import ROWS_PER_BATCH, DatasetWriter
 from common.errors import DataError
 
 

@@ -1,7 +1,9 @@
-"""Whatever dies, whenever: the same losses, the same weights. And the check can fail."""
+"""Deaths of any actor at any instant: the same losses, the same weights. And the check can fail."""
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from common.metrics import read_metrics
 from launch.bench import chaos
 from launch.bench.faults import OVERRIDES, SCENARIOS, THREE_DRAFTERS
 from launch.bench.harness.trial import Outcome, Trial
+from tests.builders.launched_runs import CONFIG, ROOT
 
 pytestmark = pytest.mark.usefixtures("warm_trials")
 ONE_TARGET = ["plan.epochs=8", 'targets.devices=["cpu"]']  # nobody else does its work while it is dead
@@ -28,7 +31,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 
 def all_faults_of(*roles: str) -> dict[str, list[Fault]]:
-    """The faults of all scenarios that strike these roles only, one after the other in one run."""
+    """Return the faults of all scenarios of these roles only, one after the other in one run."""
     merged: dict[str, list[Fault]] = {}
     for scenario in SCENARIOS:
         if (
@@ -98,24 +101,30 @@ def test_random_kills_and_stops_change_nothing(capfd: pytest.CaptureFixture[str]
 
 
 def wait_until_a_filled_slot_waits(run_dir: Path) -> None:
-    """The successor has filled the drafters' buffers, just now the slot once more, and no drafter has come for that yet."""
+    """Wait until the successor has filled the drafters' buffers and the slot once more, which no drafter has read yet."""
     counts = [len(list(read_metrics(run_dir, "target-0")))]
     while not (counts[-1] >= counts[0] + 8 and counts[-3] < counts[-2] == counts[-1]):
         time.sleep(0.04)
         counts.append(len(list(read_metrics(run_dir, "target-0"))))
 
 
+def start_unfenced(trial: Trial) -> "subprocess.Popen[bytes]":
+    """Start a trial under tests/builders/unfenced_start.py."""
+    line = [sys.executable, "-m", "tests.builders.unfenced_start", str(CONFIG), "--run-dir", str(trial.run_dir)]
+    with (trial.run_dir / "output").open("ab") as output:
+        return subprocess.Popen([*line, "--set", *trial._overrides], stdout=output, stderr=output, cwd=ROOT)
+
+
 @pytest.mark.parametrize("fencing", [True, False])
 def test_only_fencing_keeps_a_hung_target_from_damaging_slots(fencing: bool, undisturbed: Outcome, tmp_path: Path) -> None:
     """A target stops in mid-copy and is taken for dead; without the kill that should follow, it wakes up and writes on
-    into a slot that its successor has filled. The negative control of all that looks for damage."""
+    into a slot that its successor has filled. This is the negative control of every check for damage."""
     faults = {
         "target-0": [Fault("target.mid_copy", 3, "stop")],
         "drafter-0": [Fault("drafter.before_step", 1, "sleep", sleep_s=0.25)],  # so that filled slots wait
-        "supervisor": [] if fencing else [Fault("supervisor.no_fencing", 1, "switch")],
     }
     trial = Trial(tmp_path / "run", [*ONE_TARGET, "ring.num_slots=1"], faults)
-    process = trial.start()
+    process = trial.start() if fencing else start_unfenced(trial)
     while not list(trial.run_dir.glob("fault-target-0-*.happened")):
         time.sleep(0.05)
     stopped = trial.pid("target-0")

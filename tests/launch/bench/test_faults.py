@@ -26,8 +26,8 @@ def test_a_killed_target_exchange_and_drafter_change_nothing(reference: Launched
     assert run.end() == 0, run.log_tails()
     assert [run.num_lives(name) for name in ("exchange", "drafter-0", "drafter-1", "target-1")] == [2, 1, 2, 1]
     assert run.steps(rank=0) == reference.steps(rank=0)  # the survivor rolled nothing back: every step once
-    assert "rank 0 gave its state" in run.log("drafter-1")
-    apart, together = run.logged_s("drafter-0", "waiting for 2 ranks")[1], run.logged_s("drafter-0", "gave its state")[0]
+    assert "rank 0 sent its state" in run.log("drafter-1")
+    apart, together = run.logged_s("drafter-0", "waiting for 2 ranks")[1], run.logged_s("drafter-0", "sent its state")[0]
     assert not [
         time_s for time_s in run.reported_s() if apart + 0.01 < time_s < together
     ]  # a step that is done is told at once
@@ -83,8 +83,8 @@ def test_drafters_that_wait_for_a_dead_target_save_and_leave_at_once(
     settings = (f"drafters.devices={drafters}", "checkpoint.every_steps=1000")
     run.start(*settings, "supervision.stop_timeout_s=1000", "supervision.backoff_s=1000")
     run.wait_for_step(2)
-    for life in (1, 2):  # after the second it stays down for long
-        run.wait_until(lambda life=life: run.num_lives("target-0") == life)  # type: ignore[misc]
+    for incarnation in (1, 2):  # after the second it stays down for long
+        run.wait_until(lambda incarnation=incarnation: run.num_lives("target-0") == incarnation)  # type: ignore[misc]
         os.kill(run.pid("target-0"), signal.SIGKILL)
     with closing(Operator(run.directory)) as operator:
         run.wait_until(lambda: [actor.state for actor in operator.status().actors if actor.name == "target-0"] == ["down"])
@@ -102,7 +102,7 @@ def test_a_hung_actor_is_killed_and_started_again(small_reference: LaunchedRun, 
     run.start("supervision.stall_timeout_s=4")
     run.wait_for_step(4)
     os.kill(run.pid("drafter-0"), signal.SIGUSR1)
-    run.wait_until(lambda: "most recent call first" in run.log("drafter-0"))  # what a hung actor is asked for
+    run.wait_until(lambda: "most recent call first" in run.log("drafter-0"))  # the stacks that a hung actor dumps
     freeze(run, "target-0")
     assert run.end() == 0, run.log_tails()
     assert "target-0 made no progress for 4 s: its stacks go to its log, then it is killed" in run.stderr

@@ -1,4 +1,4 @@
-"""The models that measurements are of: what is published about them, and runs that can be started."""
+"""The models of the measurements: their published sizes, and runs that can be started."""
 
 import pytest
 

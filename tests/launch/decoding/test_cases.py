@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from common.config import Config, DataConfig
-from common.data.dataset import DatasetWriter
+from common.data.writer import DatasetWriter
 from common.errors import DataError
 from launch.decoding.cases import Case, file_cases, first_of_each_category, held_out_cases, typed_case
 from tests.builders.targets import make_target

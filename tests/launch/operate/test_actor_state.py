@@ -10,20 +10,20 @@ from common.errors import TransitionError
 from launch.operate.actor_state import TRANSITIONS, Circumstances, Edge, State, Verdict, judge, move
 
 KILLED = -signal.SIGKILL
-LIVING = (State.ALIVE, State.HUNG, State.RENEWED)
+LIVING = (State.ALIVE, State.HUNG, State.REPLACED)
 ROLES = ("exchange", "target", "drafter")
 
 
 def test_every_edge_leads_where_the_drawing_says() -> None:
     drawn = {
         (State.DOWN, Edge.START): State.ALIVE,
-        (State.DOWN, Edge.RENEW): State.DOWN,
+        (State.DOWN, Edge.REPLACE): State.DOWN,
         (State.ALIVE, Edge.HANG): State.HUNG,
         (State.DONE, Edge.CALL): State.DOWN,
     }
     for state in LIVING:
         drawn |= {
-            (state, Edge.RENEW): State.RENEWED,
+            (state, Edge.REPLACE): State.REPLACED,
             (state, Edge.RESTART): State.DOWN,
             (state, Edge.FINISH): State.DONE,
             (state, Edge.LEAVE): State.ENDED,
@@ -42,10 +42,10 @@ def test_every_edge_leads_where_the_drawing_says() -> None:
     [
         (LIVING, EXIT_DONE, ["drafter"], [True, False], [True, False], Verdict.DONE),
         (LIVING, EXIT_STOPPED, ROLES, [True, False], [True], Verdict.STOPPED),
-        ([State.RENEWED], EXIT_DONE, ["exchange", "target"], [True, False], [True, False], Verdict.RENEWED),
-        ([State.RENEWED], EXIT_STOPPED, ROLES, [True, False], [False], Verdict.RENEWED),
-        ([State.RENEWED], EXIT_HOPELESS, ROLES, [True, False], [True, False], Verdict.RENEWED),
-        ([State.RENEWED], KILLED, ROLES, [True, False], [True, False], Verdict.RENEWED),
+        ([State.REPLACED], EXIT_DONE, ["exchange", "target"], [True, False], [True, False], Verdict.REPLACED),
+        ([State.REPLACED], EXIT_STOPPED, ROLES, [True, False], [False], Verdict.REPLACED),
+        ([State.REPLACED], EXIT_HOPELESS, ROLES, [True, False], [True, False], Verdict.REPLACED),
+        ([State.REPLACED], KILLED, ROLES, [True, False], [True, False], Verdict.REPLACED),
         ([State.ALIVE, State.HUNG], EXIT_HOPELESS, ROLES, [False], [True, False], Verdict.BAD_INPUT),
         ([State.ALIVE, State.HUNG], EXIT_HOPELESS, ["target"], [True], [True, False], Verdict.BAD_INPUT),
         ([State.ALIVE, State.HUNG], EXIT_HOPELESS, ["exchange", "drafter"], [True], [True, False], Verdict.HOPELESS),

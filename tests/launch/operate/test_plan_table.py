@@ -7,7 +7,7 @@ import pytest
 
 from launch.bench import __main__ as bench
 from launch.bench.plan import BATCH_SHARES, SETTINGS, draw_lengths
-from launch.operate.plan_table import BucketFigures, PlanFigures, format_plan, measure_plan
+from launch.operate.plan_table import format_plan
 from services.exchange.samples import Samples
 from tests.builders.small_runs import make_config, make_plan
 
@@ -15,28 +15,13 @@ LENGTHS = np.array([3, 4, 0, 8, 5, 7, 2, 8], np.int32)  # one of them is left ou
 NONE = np.zeros(0, np.int32)
 
 
-def test_a_small_plan_is_counted() -> None:
-    config = make_config(buckets=(4, 8, 16), max_tokens=16, samples=3)
-    figures = measure_plan(make_plan(config, LENGTHS, NONE), LENGTHS, config.plan)
-    assert figures == PlanFigures(
-        num_samples=7,
-        num_left_out=1,
-        num_batches=3,  # [2 3 4], [5 7], [8 8]: sorted by length, 3 and 2 rows a batch
-        smallest=2,
-        largest=3,
-        num_tokens=37,
-        num_padded_tokens=3 * 4 + 2 * 8 + 2 * 8,
-        buckets=[BucketFigures(4, 3, 1, 3, 3), BucketFigures(8, 4, 2, 2, 2), BucketFigures(16, 0, 0, 16, 0)],
-    )
-    assert figures.padding_share == 1 - 37 / 44
-
-
-def test_the_table_says_so() -> None:
+def test_the_table_of_a_small_plan() -> None:
+    """The batches are [2 3 4], [5 7], [8 8]: sorted by length, 3 and 2 rows a batch; 37 tokens of 44 computed."""
     config = make_config(buckets=(4, 8, 16), max_tokens=16, samples=3, epochs=2)
     plan = make_plan(config, LENGTHS, NONE)
     table = format_plan(plan, Samples(LENGTHS, "", 12), Samples(NONE, ""), config.plan)
     assert table.splitlines() == [
-        "samples            7 (1 damaged left out); 0 held out",
+        "samples            7 (1 empty left out); 0 held out",
         "batches per epoch  3 of 2 to 3, on average 2.3, samples",
         "steps              3: 2 epochs, 2 batches a step",
         "tokens per epoch   37",

@@ -51,13 +51,13 @@ def test_signals_to_a_child_that_has_ended_are_harmless(fds: SharedFds, tmp_path
 def test_who_fails_before_it_was_ever_ready_would_fail_again(
     fds: SharedFds, tmp_path: Path, was_ready: bool, failure: str
 ) -> None:
-    """Also where it was ready for less than one look of the supervisor."""
+    """Also where it was ready for less than one tick of the supervisor."""
     supervisor = make_supervisor(fds, tmp_path)
     target = supervisor.children[1]
     if was_ready:
-        Notices(fds.board, target.spec.place, os.getpid()).phase(Phase.READY)
+        Notices(fds.board, target.spec.record, os.getpid()).phase(Phase.READY)
     target.state = State.ALIVE
-    supervisor._bury(target, Exit(1, Owner(1, 1)))
+    supervisor._handle_exit(target, Exit(1, Owner(1, 1)))
     assert supervisor.failure == failure
     assert supervisor.deaths.counts == ({"target-0": 1} if was_ready else {})
     supervisor._channel.close()
@@ -66,13 +66,13 @@ def test_who_fails_before_it_was_ever_ready_would_fail_again(
 def test_restarts_are_counted_per_actor(fds: SharedFds, tmp_path: Path) -> None:
     supervisor = make_supervisor(fds, tmp_path)
     for child in (*supervisor.children[1:3], *supervisor.children[1:3]):
-        Notices(fds.board, child.spec.place, os.getpid()).add(num_batches=1)
+        Notices(fds.board, child.spec.record, os.getpid()).add(num_batches=1)
         child.state = State.ALIVE
-        supervisor._bury(child, Exit(-9, Owner(1, 1)))
+        supervisor._handle_exit(child, Exit(-9, Owner(1, 1)))
     assert supervisor.failure == ""
     Notices(fds.board, 2, os.getpid()).add(num_batches=1)
     supervisor.children[2].state = State.ALIVE
-    supervisor._bury(supervisor.children[2], Exit(-9, Owner(1, 1)))
+    supervisor._handle_exit(supervisor.children[2], Exit(-9, Owner(1, 1)))
     assert supervisor.failure == "target-1 ended 3 times within 60 s, last with signal SIGKILL"
     assert supervisor.culprit is supervisor.children[2]
     assert not supervisor.is_bad_input
@@ -90,7 +90,7 @@ def die(supervisor: Supervisor, fds: SharedFds, place: int, *, num_batches: int 
     child.log.parent.mkdir(exist_ok=True)
     child.log.write_text("2026-11-29 12:00:00,000 E failed\nRuntimeError: no luck\n")
     child.state = State.ALIVE
-    supervisor._bury(child, Exit(1, Owner(1, 1)))
+    supervisor._handle_exit(child, Exit(1, Owner(1, 1)))
     return supervisor.failure
 
 

@@ -14,7 +14,7 @@ RUN = Path("/runs/a")
 
 def test_actors_come_in_the_order_of_their_start() -> None:
     topology = plan_topology(configuration.load(CONFIG, ['drafters.devices=["cuda:5"]', "plan.batches_per_step=1"]))
-    assert [(spec.name, spec.device, spec.place) for spec in topology.actors] == [
+    assert [(spec.name, spec.device, spec.record) for spec in topology.actors] == [
         ("exchange", "cpu", 0),
         ("target-0", "cpu", 1),
         ("target-1", "cpu", 2),
@@ -42,10 +42,10 @@ def test_memory_of_a_run() -> None:
     ],
 )
 def test_an_actor_gets_the_memory_it_may_touch_and_no_more(role: str, index: int, fds: list[int], ending: list[str]) -> None:
-    spec = ActorSpec(role, index, "cpu", place=4)
+    spec = ActorSpec(role, index, "cpu", record=4)
     assert inherited_fds(spec, FDS) == fds
     assert command("py", spec, RUN, FDS, supervisor_pid=99) == [
         *["py", "-m", f"services.{role}", "--run-dir", "/runs/a", "--index", str(index)],
-        *["--place", "4", "--parent", "99", "--board-fd", "13"],
+        *["--record", "4", "--parent", "99", "--board-fd", "13"],
         *ending,
     ]

@@ -13,11 +13,13 @@ from common.errors import DataError
 from launch.parity.__main__ import main
 from launch.parity.probe import candidates, make_documents, read_documents
 from launch.parity.stages import ROUNDING, Reading, compare, first_difference
+from services.drafter.kernels.key_runs import KeyRuns
 from services.drafter.model import model as model_module
 from services.drafter.model import step as step_module
-from services.drafter.model.visibility import BlockAnchors, Ints, KeyRuns, key_runs
+from services.drafter.model.batch import Ints
+from services.drafter.model.visibility import BlockAnchors, key_runs
 from services.target import model as target_module
-from services.target.capture import Capture
+from services.target.model import Capture
 from tests.builders.parity_runs import make_run
 
 

@@ -31,7 +31,7 @@ def test_an_edge_leads_where_the_drawing_says_or_nowhere(state: SlotState, edge:
         assert move(record, edge) == SlotRecord(SlotState[after], 5, 7, TARGET)
 
 
-def test_the_life_of_a_slot() -> None:
+def test_a_slot_goes_through_all_its_states() -> None:
     leases = Leases(make_table(4), num_rings=2)
     assert leases.lease(3, 7, TARGET) == SlotRecord(SlotState.WRITING, 1, 7, TARGET)
     assert leases.is_current(3, 1, TARGET, SlotState.WRITING)
@@ -60,7 +60,7 @@ def test_the_generation_rises_with_a_lease_only() -> None:
     assert generations == [1, 1, 1, 1, 2, 2, 3]
 
 
-def test_a_slot_is_in_one_place_only() -> None:
+def test_a_slot_belongs_to_one_ring_and_is_in_one_state() -> None:
     leases = Leases(make_table(6), num_rings=2)
     leases.lease(4, 1, TARGET)
     assert [leases.ring_of(slot) for slot in range(6)] == [0, 0, 0, 1, 1, 1]
@@ -71,7 +71,7 @@ def test_a_slot_is_in_one_place_only() -> None:
     assert not leases.is_current(-2, 1, TARGET, SlotState.WRITING)
 
 
-def test_burial_reclaims_what_the_dead_held_and_nothing_else() -> None:
+def test_slots_of_a_dead_process_are_reclaimed_and_no_others() -> None:
     leases = Leases(make_table(6), num_rings=1)
     for slot in range(5):
         leases.lease(slot, slot, TARGET if slot != 1 else Owner(TARGET.pid, TARGET.start_time + 1))
@@ -79,11 +79,11 @@ def test_burial_reclaims_what_the_dead_held_and_nothing_else() -> None:
         leases.follow(slot, Edge.PUBLISH)
     leases.grant(3, TARGET)
     leases.grant(4, DRAFTER)
-    leases.bury(TARGET)
+    leases.reclaim(TARGET)
     states = [leases.read(slot).state for slot in range(6)]
     expected = ["FREE", "WRITING", "READY", "READY", "READING", "FREE"]
     assert [state.name for state in states] == expected
-    leases.bury(TARGET)
+    leases.reclaim(TARGET)
     assert [leases.read(slot).state for slot in range(6)] == states
 
 

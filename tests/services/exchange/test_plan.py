@@ -39,19 +39,19 @@ def test_the_same_inputs_give_the_same_plan_and_another_seed_another() -> None:
     assert first != other
 
 
-def test_a_plan_can_be_asked_in_any_order() -> None:
+def test_batches_can_be_read_in_any_order() -> None:
     config = large_config(epochs=5)
     forward, backward = (Plan(config, drawn_lengths(300), NONE) for _ in range(2))
-    places = range(forward.num_batches)
-    assert sequence(forward) == [backward.sample_ids(place) for place in reversed(places)][::-1]
+    batches = range(forward.num_batches)
+    assert sequence(forward) == [backward.sample_ids(batch) for batch in reversed(batches)][::-1]
 
 
 def test_every_sample_stands_in_every_epoch_once_and_epochs_differ() -> None:
     plan = Plan(large_config(epochs=3), drawn_lengths(700), NONE)
     epochs: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    for place in range(plan.num_batches):
-        if ids := plan.sample_ids(place):
-            epochs[plan.info(place).epoch] += ids
+    for batch in range(plan.num_batches):
+        if ids := plan.sample_ids(batch):
+            epochs[plan.info(batch).epoch] += ids
     for ids in epochs.values():
         assert sorted(ids) == list(range(700))
     assert epochs[0] != epochs[1] != epochs[2]
@@ -85,29 +85,29 @@ def test_evaluations_stand_before_after_and_between_the_steps() -> None:
     config = make_config(batches_per_step=2, every_steps=2, epochs=2)  # 11 samples in batches of 2; 3 held out
     plan = make_plan(config)
     assert (plan.batches_per_epoch, plan.num_steps) == (6, 6)
-    groups = [plan.info(place) for place in range(0, plan.num_batches, 2)]
+    groups = [plan.info(batch) for batch in range(0, plan.num_batches, 2)]
     kinds = [(info.kind, info.step) for info in groups]
     steps = [("train", step) for step in range(6)]
     assert kinds == [("eval", 0), *steps[:2], ("eval", 2), *steps[2:4], ("eval", 4), *steps[4:], ("eval", 6)]
     assert all(info.closes for info in groups)
-    held_out = [plan.sample_ids(place) for place in range(plan.num_batches) if plan.info(place).kind == "eval"]
+    held_out = [plan.sample_ids(batch) for batch in range(plan.num_batches) if plan.info(batch).kind == "eval"]
     assert held_out == [[0, 1], [2]] * 4
-    assert [plan.info(place).batch for place in range(plan.num_batches)] == list(range(plan.num_batches))
+    assert [plan.info(batch).batch for batch in range(plan.num_batches)] == list(range(plan.num_batches))
 
 
 def test_without_a_rhythm_evaluations_are_first_and_last_and_without_data_there_are_none() -> None:
     plan = make_plan(make_config())
-    assert [plan.info(place).kind for place in range(0, plan.num_batches, 2)] == ["eval", "train", "train", "train", "eval"]
+    assert [plan.info(batch).kind for batch in range(0, plan.num_batches, 2)] == ["eval", "train", "train", "train", "eval"]
     plan = make_plan(make_config(every_steps=1), eval_lengths=NONE)
-    assert [plan.info(place).kind for place in range(plan.num_batches)] == ["train"] * 6
+    assert [plan.info(batch).kind for batch in range(plan.num_batches)] == ["train"] * 6
 
 
 def test_an_evaluation_of_several_groups_is_closed_by_its_last_and_filled_with_padding() -> None:
     plan = make_plan(make_config(batches_per_step=2), eval_lengths=np.full(5, 6, np.int32))
-    infos = [plan.info(place) for place in range(4)]
+    infos = [plan.info(batch) for batch in range(4)]
     assert [info.kind for info in infos] == ["eval"] * 4
     assert [info.closes for info in infos] == [False, False, True, True]
-    assert [plan.sample_ids(place) for place in range(4)] == [[0, 1], [2, 3], [4], []]
+    assert [plan.sample_ids(batch) for batch in range(4)] == [[0, 1], [2, 3], [4], []]
     assert plan.info(4).kind == "train"
 
 
@@ -115,13 +115,13 @@ def test_the_last_step_is_filled_with_padding() -> None:
     plan = make_plan(make_config(batches_per_step=4), eval_lengths=NONE)  # six batches
     assert (plan.num_steps, plan.num_batches) == (2, 8)
     assert [bool(ids) for ids in sequence(plan)] == [True] * 6 + [False] * 2
-    assert [plan.info(place).step for place in range(8)] == [0] * 4 + [1] * 4
+    assert [plan.info(batch).step for batch in range(8)] == [0] * 4 + [1] * 4
     assert plan.sample_ids(0) and plan.info(7).kind == "train"
 
 
 def test_steps_run_on_over_the_end_of_an_epoch() -> None:
     plan = make_plan(make_config(batches_per_step=4, epochs=2), eval_lengths=NONE)
-    assert [plan.info(place).epoch for place in range(plan.num_batches)] == [0] * 6 + [1] * 6
+    assert [plan.info(batch).epoch for batch in range(plan.num_batches)] == [0] * 6 + [1] * 6
     assert plan.num_steps == 3
 
 
@@ -133,10 +133,10 @@ def test_the_drafters_of_a_step_have_about_as_much_to_do() -> None:
     plan = Plan(config, lengths, NONE)
     assert plan.batches_per_epoch % 6
 
-    def anchors(place: int) -> int:
-        return sum(min(512, int(lengths[sample])) for sample in plan.sample_ids(place)[:4])
+    def anchors(batch: int) -> int:
+        return sum(min(512, int(lengths[sample])) for sample in plan.sample_ids(batch)[:4])
 
-    steps = [[anchors(place) for place in range(first, first + 6)] for first in range(0, plan.num_batches, 6)]
+    steps = [[anchors(batch) for batch in range(first, first + 6)] for first in range(0, plan.num_batches, 6)]
     slowest = sum(max(step[rank] + step[rank + 3] for rank in range(3)) for step in steps)
     assert 2.93 < sum(map(sum, steps)) / slowest <= 3  # 2.48 in the order in which they were drawn
 
@@ -145,7 +145,7 @@ def test_both_halves_of_a_step_hold_batches_alike_also_over_the_end_of_an_epoch(
     config = make_config(buckets=(2048, 8192), max_tokens=16384, samples=64, batches_per_step=6, epochs=3)
     plan = Plan(config, np.array([8000] * 60 + [1000] * 400, np.int32), NONE)
     assert plan.batches_per_epoch == 80  # 13 steps and 2 batches
-    sizes = [len(plan.sample_ids(place)) for place in range(240)]
+    sizes = [len(plan.sample_ids(batch)) for batch in range(240)]
     halves = [set(sizes[start : start + 3]) for start in range(0, 240, 3)]
     assert sum(len(half) > 1 for half in halves) <= 2 * 3  # around what is left over of an epoch, and where sizes meet
     assert {2, 8} == set(sizes)
@@ -155,7 +155,7 @@ def test_both_halves_of_a_step_hold_batches_alike_also_over_the_end_of_an_epoch(
 def test_steps_of_an_odd_number_of_batches_are_drawn_by_chance() -> None:
     config = make_config(buckets=(2048, 8192), max_tokens=16384, samples=64, batches_per_step=3, epochs=1)
     plan = Plan(config, np.array([8000] * 60 + [1000] * 400, np.int32), NONE)
-    steps = [{len(plan.sample_ids(place)) for place in range(first, first + 3)} for first in range(0, 78, 3)]
+    steps = [{len(plan.sample_ids(batch)) for batch in range(first, first + 3)} for first in range(0, 78, 3)]
     assert {2, 8} in steps
 
 
@@ -163,7 +163,7 @@ def test_a_sample_of_length_0_is_in_no_batch() -> None:
     lengths = np.array([3, 0, 8, 5, 0, 2], np.int32)
     plan = make_plan(make_config(epochs=2), lengths, np.array([0, 4], np.int32))
     assert [sorted(np.concatenate(plan.epoch(epoch)).tolist()) for epoch in range(2)] == [[0, 2, 3, 5]] * 2
-    assert [plan.sample_ids(place) for place in range(2)] == [[1], []]
+    assert [plan.sample_ids(batch) for batch in range(2)] == [[1], []]
 
 
 def test_shapes_are_the_largest_batch_of_every_number_of_rows() -> None:
@@ -198,7 +198,7 @@ def test_a_sample_longer_than_the_last_bucket_is_named(key: str) -> None:
         Plan(make_config(), *((long, fine) if key == "data.path" else (fine, long)))
 
 
-def test_targets_are_told_how_often_each_shape_comes_in_an_epoch() -> None:
+def test_every_shape_is_counted_over_an_epoch() -> None:
     lengths, eval_lengths = drawn_lengths(500), drawn_lengths(9)
     plan = Plan(large_config(), lengths, eval_lengths)
     sizes = Counter(len(batch) for batch in plan.epoch(0))

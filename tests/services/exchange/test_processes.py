@@ -10,9 +10,10 @@ import pytest
 import torch
 import zmq
 
+from common import wire
 from common.actor import messages
 from common.actor.lifecycle import EXIT_DONE, EXIT_HOPELESS
-from common.actor.messages import ActorDied, Done, Hello, Incarnation, Refused, Reply, Request, Welcome
+from common.actor.messages import PROTOCOL_VERSION, ActorDied, Done, Hello, Incarnation, Refused, Reply, Request, Welcome
 from common.data.dataset import Dataset
 from common.ring.checksum import checksum
 from common.run_dir import exchange_address
@@ -25,7 +26,7 @@ BATCHES_BETWEEN_KILLS = 7
 
 
 def expected_record(run: ProcessRun, rank: int) -> list[tuple[int, int]]:
-    """What an undisturbed rank takes."""
+    """Return the batches and steps of an undisturbed rank."""
     lengths = {kind: Dataset.open(run.run_dir / kind).lengths for kind in ("train", "eval")}
     plan = Plan(run.config, lengths["train"], lengths["eval"])
     record = []
@@ -40,14 +41,14 @@ def expected_record(run: ProcessRun, rank: int) -> list[tuple[int, int]]:
 def test_every_batch_is_taken_once_and_in_order_though_anybody_is_killed_at_any_time(tmp_path: Path) -> None:
     rng = random.Random(5)
     with ProcessRun(tmp_path, num_samples=120, epochs=2) as run:
-        places = [(role, index) for role in ("target", "drafter") for index in range(2)]
-        for role, index in places:
+        actors = [(role, index) for role in ("target", "drafter") for index in range(2)]
+        for role, index in actors:
             run.start(role, index)
         run.wait_until_ready()
         for number in range(NUM_KILLS):
             run.wait_until_taken(number * BATCHES_BETWEEN_KILLS)
             time.sleep(rng.random() * 0.02)
-            alive = [place for place in places if run.actors[place].is_alive()]
+            alive = [actor for actor in actors if run.actors[actor].is_alive()]
             run.kill(*(("exchange", 0) if number % 7 == 3 else rng.choice(alive)))
         drafters = [run.actors["drafter", rank] for rank in range(2)]
         for drafter in drafters:
@@ -70,6 +71,7 @@ def test_a_second_exchange_on_the_same_run_directory_ends_with_one_clear_line(tm
         assert run.exchange.wait() == EXIT_DONE
 
 
+HELLO = Hello(PROTOCOL_VERSION)
 WHO = Incarnation("target", 0, 1, 1)
 
 
@@ -88,12 +90,18 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessRun]:
         ([b"hello?"], None),
         ([b"\x91" * 100_000], None),
         ([b"a", b"b", b"c"], None),
-        ([messages.encode({"id": "one"})], None),
-        ([messages.encode({"id": 5, "sender": 1})], "undecodable"),
-        ([messages.encode({"id": 5, "sender": ["target", 0, 1, 1], "body": {"type": "Dance"}})], "undecodable"),
-        ([messages.encode(Request(5, WHO, Hello(99)))], "needed protocol version 1, found 99"),
-        ([messages.encode(Request(5, Incarnation("target", 9, 1, 1), Hello(1)))], "needed a target below 2, found 9"),
-        ([messages.encode(Request(5, Incarnation("cook", 0, 1, 1), Hello(1)))], "needed to come from target or drafter"),
+        ([wire.encode({"id": "one"})], None),
+        ([wire.encode({"id": 5, "sender": 1})], "undecodable"),
+        ([wire.encode({"id": 5, "sender": ["target", 0, 1, 1], "body": {"type": "Dance"}})], "undecodable"),
+        ([wire.encode(Request(5, WHO, Hello(99)))], f"needed protocol version {PROTOCOL_VERSION}, found 99"),
+        (
+            [wire.encode(Request(5, Incarnation("target", 9, 1, 1), HELLO))],
+            "needed a target from 0 to 1, found 9",
+        ),
+        (
+            [wire.encode(Request(5, Incarnation("cook", 0, 1, 1), HELLO))],
+            "needed to come from target or drafter",
+        ),
     ],
 )
 def test_nothing_that_anybody_sends_ends_the_exchange(run: ProcessRun, frames: list[bytes], refused: str | None) -> None:
@@ -101,7 +109,7 @@ def test_nothing_that_anybody_sends_ends_the_exchange(run: ProcessRun, frames: l
         socket.linger = 0
         socket.connect(exchange_address(run.run_dir))
         socket.send_multipart(frames)
-        socket.send(messages.encode(Request(6, WHO, Hello(1))))  # answered after whatever the frames set free
+        socket.send(wire.encode(Request(6, WHO, HELLO)))  # answered after whatever the frames set free
         replies: list[Reply] = []
         while not replies or replies[-1].id != 6:
             assert socket.poll(20_000), "the exchange is silent"

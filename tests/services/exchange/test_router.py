@@ -54,8 +54,8 @@ def test_a_batch_goes_from_target_to_drafter(run: Run) -> None:
 def test_no_work_before_a_drafter_has_said_where_it_is() -> None:
     run = Run(make_config())
     assert run.ask(TARGET, Work([])) is None
-    asked = run.last_id
-    lease = run.send(DRAFTER, Next(4))[asked]
+    request_id = run.last_id
+    lease = run.send(DRAFTER, Next(4))[request_id]
     assert isinstance(lease, Lease) and lease.lacked == "work"
     assert run.batches(SlotState.WRITING) == [4]
 
@@ -64,8 +64,8 @@ def test_a_ring_is_filled_ahead_and_then_the_target_waits(run: Run) -> None:
     assert [run.fill().info.batch, run.fill().info.batch] == [0, 1]
     assert run.states() == ["READING", "READY"]
     assert run.ask(TARGET, Work([])) is None
-    asked = run.last_id
-    lease = run.send(DRAFTER, Release(0, 1, intact=True))[asked]
+    request_id = run.last_id
+    lease = run.send(DRAFTER, Release(0, 1, intact=True))[request_id]
     assert isinstance(lease, Lease) and (lease.slot, lease.generation, lease.info.batch) == (0, 2, 2)
     assert lease.lacked == "slot"
 
@@ -140,8 +140,8 @@ def test_a_batch_that_is_waited_for_takes_the_slot_of_the_latest(num_slots: int)
     filled = [run.fill().info.batch for _ in range(num_slots)]
     assert filled == list(range(4, 4 + num_slots))
     assert run.ask(TARGET, Work([])) is None
-    asked, back = run.last_id, life("drafter", number=2)
-    lease = run.send(back, Next(0))[asked]
+    request_id, back = run.last_id, life("drafter", number=2)
+    lease = run.send(back, Next(0))[request_id]
     assert isinstance(lease, Lease) and (lease.info.batch, lease.slot) == (0, num_slots - 1)
     assert run.batches(SlotState.READY) == filled[:-1]
 
@@ -189,8 +189,8 @@ def test_a_group_that_starts_again_moves_its_cursors_back() -> None:
     assert run.batches(SlotState.READING) == [2]
 
 
-def test_places_of_padding_are_answered_at_once_and_production_goes_past_them() -> None:
-    run = Run(make_config(num_drafters=4, batches_per_step=4))  # two held-out batches, then two places of padding
+def test_padding_is_answered_at_once_and_no_target_produces_it() -> None:
+    run = Run(make_config(num_drafters=4, batches_per_step=4))  # two held-out batches, then two of padding
     assert run.ask(life("drafter", 2), Next(2)) == NoBatch(run.plan.info(2))
     assert run.lease().info.batch == 6
     assert run.ask(life("drafter", 3), Next(3)) == NoBatch(run.plan.info(3))
@@ -204,10 +204,10 @@ def test_the_sequence_has_an_end(run: Run) -> None:
 @pytest.mark.parametrize(
     ("sender", "body", "message"),
     [
-        (TARGET, Hello(PROTOCOL_VERSION + 1), "protocol version 1, found 2"),
-        (life("target", 7), Work([]), "Work: needed a target below 1, found 7"),
-        (life("target", -1), Hello(PROTOCOL_VERSION), "Hello: needed a target below 1, found -1"),
-        (life("drafter", 1), Hello(PROTOCOL_VERSION), "Hello: needed a drafter below 1, found 1"),
+        (TARGET, Hello(PROTOCOL_VERSION + 1), f"protocol version {PROTOCOL_VERSION}, found {PROTOCOL_VERSION + 1}"),
+        (life("target", 7), Work([]), "Work: needed a target from 0 to 0, found 7"),
+        (life("target", -1), Hello(PROTOCOL_VERSION), "Hello: needed a target from 0 to 0, found -1"),
+        (life("drafter", 1), Hello(PROTOCOL_VERSION), "Hello: needed a drafter from 0 to 0, found 1"),
         (TARGET, Next(0), "Next: needed to come from drafter, found 'target'"),
         (DRAFTER, Work([]), "Work: needed to come from target, found 'drafter'"),
         (DRAFTER, ActorDied(1, 1), "ActorDied: needed to come from supervisor, found 'drafter'"),
@@ -217,7 +217,7 @@ def test_the_sequence_has_an_end(run: Run) -> None:
         (DRAFTER, Release(2, 1, intact=True), "slot: needed 0 to 1, found 2"),
     ],
 )
-def test_what_can_never_be_answered_is_refused_and_leaves_the_run_as_it_was(
+def test_a_request_without_an_answer_is_refused_and_changes_nothing(
     run: Run, sender: Incarnation, body: RequestBody, message: str
 ) -> None:
     with pytest.raises(ProtocolError, match=message):

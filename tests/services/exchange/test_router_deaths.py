@@ -1,4 +1,4 @@
-"""Former lives, ends, wrong checksums: what they may change, message by message."""
+"""Deaths, late messages of dead processes and wrong checksums, message by message."""
 
 import pytest
 
@@ -40,7 +40,7 @@ def test_another_generation_gives_no_right(run: Run, generation: int) -> None:
 
 
 @pytest.mark.parametrize("body", [Hello(PROTOCOL_VERSION), Work([]), SlotReady(0, 1)])
-def test_a_former_life_changes_nothing(run: Run, body: RequestBody) -> None:
+def test_an_earlier_incarnation_changes_nothing(run: Run, body: RequestBody) -> None:
     lease = run.lease(life("target", number=2))
     assert run.ask(TARGET, body) == Stale()
     assert run.table.read(lease.slot).owner == Owner(life("target", number=2).pid, 2)
@@ -94,7 +94,7 @@ def test_a_wrong_checksum_has_the_batch_produced_again(run: Run) -> None:
     assert run.batches(SlotState.READING) == [0]
 
 
-def test_three_wrong_checksums_in_a_row_refuse_the_target_until_its_next_life(run: Run) -> None:
+def test_three_wrong_checksums_in_a_row_refuse_the_target_until_it_is_restarted(run: Run) -> None:
     for intact in (False, False, True, False, False, False):
         lease = run.fill()
         run.ask(DRAFTER, Release(lease.slot, lease.generation, intact))

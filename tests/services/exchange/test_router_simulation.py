@@ -44,16 +44,16 @@ class World:
         return [*self.targets, *self.drafters, self.supervisor]
 
     def turn(self, peer: Peer, p_lost: float) -> None:
-        """A peer does something of its own and sends what is not answered."""
+        """Let a peer act and send its unanswered requests."""
         peer.act(self.rng)
         self.to_exchange += [request for request in peer.requests() if self.rng.random() >= p_lost]
 
     def serve_one(self, p_doubled: float) -> None:
-        """The exchange gets any of the messages on the wire, which may stay there as well."""
+        """Hand the exchange any message on the wire; a copy may stay there."""
         if not self.to_exchange:
             return
-        place = self.rng.randrange(len(self.to_exchange))
-        request = self.to_exchange[place] if self.rng.random() < p_doubled else self.to_exchange.pop(place)
+        index = self.rng.randrange(len(self.to_exchange))
+        request = self.to_exchange[index] if self.rng.random() < p_doubled else self.to_exchange.pop(index)
         sender = request.sender
         address = f"{sender.role}-{sender.index}-{sender.start_time}".encode()
         try:
@@ -74,30 +74,30 @@ class World:
 
     def kill_target(self, index: int) -> None:
         dead = self.targets[index].who
-        self.bury(dead)
+        self.report_dead(dead)
         self.lives += 1
         self.targets[index] = SimulatedTarget(life("target", index, self.lives), self.plan, self.memory)
 
     def kill_drafters(self) -> None:
-        """One dies, all are ended; they start again from a group that all of them had finished."""
+        """Kill all drafters, as when one dies; they start again from a group that all of them had finished."""
         size = self.config.plan.batches_per_step
         group = self.rng.randint(0, min(drafter.batch for drafter in self.drafters) // size)
         self.lives += 1
         for rank, drafter in enumerate(self.drafters):
-            self.bury(drafter.who)
+            self.report_dead(drafter.who)
             self.drafters[rank] = self.new_drafter(rank, self.lives, group * size)
 
-    def bury(self, dead: Incarnation) -> None:
+    def report_dead(self, dead: Incarnation) -> None:
         self.memory.bury(dead)
         self.supervisor.ask(ActorDied(dead.pid, dead.start_time))
 
     def restart_exchange(self) -> None:
-        """What was on its way to the old one dies with its connections; its answers may still arrive."""
+        """Replace the exchange: requests to the old one are lost with its connections, its answers may still arrive."""
         self.router = make_router(self.config, self.plan, self.table)
         self.to_exchange.clear()
 
     def trouble(self) -> None:
-        """One random event, mostly harmless."""
+        """Cause one random event, mostly harmless."""
         happen: list[tuple[float, Callable[[], None]]] = [
             (30.0, lambda: self.turn(self.rng.choice(self.peers()), p_lost=0.2)),
             (30.0, lambda: self.serve_one(p_doubled=0.3)),
@@ -109,7 +109,7 @@ class World:
         self.rng.choices([event for _, event in happen], [weight for weight, _ in happen])[0]()
 
     def settle(self) -> int:
-        """Without further trouble: rounds until all drafters are at the end of the sequence."""
+        """Go on without further trouble until all drafters are at the end of the sequence."""
         for drafter in self.drafters:
             drafter.p_bad = 0.0
         for done in range(20 * self.plan.num_batches + 100):

@@ -1,4 +1,4 @@
-"""What the target does on a GPU: the same weights and features as on a CPU, and no waiting in between."""
+"""The target on a GPU: the same weights and features as on a CPU, and no waiting in between."""
 
 import numpy as np
 import pytest
@@ -33,16 +33,16 @@ def test_packing_never_waits_for_the_gpu_and_gives_the_same_bits(dtype: torch.dt
     shape = (len(LENGTHS), PADDED_LENGTH, hidden_size)
     taps = [random_tensor(f"tap {tap}", shape, 1.0, 0, torch.device("cpu"), torch.bfloat16) for tap in range(3)]
     tokens = [np.zeros(length, np.int32) for length in LENGTHS]
-    places = torch.from_numpy(make_rows(tokens, tokens, range(len(LENGTHS)), PADDED_LENGTH).token_index)
+    token_index = torch.from_numpy(make_rows(tokens, tokens, range(len(LENGTHS)), PADDED_LENGTH).token_index)
     out_shape = (3, sum(LENGTHS), hidden_size) if split else (sum(LENGTHS), 3, hidden_size)
     results = []
     for device in ("cpu", "cuda"):
         out, total = torch.empty(out_shape, dtype=dtype, device=device), torch.zeros((), dtype=torch.int64, device=device)
-        on_device, places_there = [tap.to(device) for tap in taps], places.to(device)
+        on_device, index_there = [tap.to(device) for tap in taps], token_index.to(device)
         torch.cuda.set_sync_debug_mode("error")
         try:
             for tap, packed in zip(on_device, out if split else out.transpose(0, 1), strict=True):
-                pack(tap, places_there, packed, total)
+                pack(tap, index_there, packed, total)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         results.append((out.cpu(), total.item()))
@@ -51,10 +51,10 @@ def test_packing_never_waits_for_the_gpu_and_gives_the_same_bits(dtype: torch.dt
 
 
 def test_float32_taps_are_rounded_to_bfloat16_as_on_a_cpu() -> None:
-    tap, places = torch.randn(2, 8, 96), torch.arange(16, dtype=torch.int32)
+    tap, token_index = torch.randn(2, 8, 96), torch.arange(16, dtype=torch.int32)
     results = []
     for device in ("cpu", "cuda"):
         out = torch.empty(16, 96, dtype=torch.bfloat16, device=device)
-        pack(tap.to(device), places.to(device), out, torch.zeros((), dtype=torch.int64, device=device))
+        pack(tap.to(device), token_index.to(device), out, torch.zeros((), dtype=torch.int64, device=device))
         results.append(out.cpu())
     assert torch.equal(*results)

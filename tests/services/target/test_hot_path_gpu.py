@@ -25,7 +25,7 @@ from common.ring.checksum import checksum
 from common.ring.layout import SlotLayout
 from common.ring.ring import RingWriter, WritableSlot
 from common.target_shape import read_target_shape
-from launch.bench.harness.drain import Drain
+from launch.bench.harness.peers import Drain
 from launch.bench.harness.stage import Stage
 from launch.bench.shapes import random_run
 from services.target.model import TargetModel
@@ -82,7 +82,7 @@ class Half:
         self.copies = CopyStream(GPU)
 
     def launch(self, number: int, rows: TargetRows) -> tuple[Mark, Staging, WritableSlot]:
-        """All that the launching thread does on the device for a batch."""
+        """Launch everything of a batch, as the launching thread does."""
         staging = self.stagings[number % len(self.stagings)]
         slot = self.writer.open(number % NUM_SLOTS, len(rows.token_index), len(rows.packed.sample_ids))
         self.model.run(staging.upload(rows), staging.keep)
@@ -90,8 +90,8 @@ class Half:
 
     def expected(self, rows: TargetRows) -> torch.Tensor:
         """[T, K, H] by plain indexing."""
-        places = torch.from_numpy(rows.token_index).to(GPU)
-        return torch.stack([tap.flatten(0, 1)[places] for tap in self.model.forward(rows.input_ids.to(GPU))], 1)
+        token_index = torch.from_numpy(rows.token_index).to(GPU)
+        return torch.stack([tap.flatten(0, 1)[token_index] for tap in self.model.forward(rows.input_ids.to(GPU))], 1)
 
 
 @contextmanager
@@ -182,7 +182,7 @@ def test_compiled_layers_give_the_same_states_and_wait_for_nothing(folder: Path)
 
 @pytest.fixture
 def small_memory() -> Iterator[None]:
-    """256 MiB above what is in use, the weights of the small model not counted."""
+    """Leave 256 MiB beside the memory in use, the weights of the small model not counted."""
     gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.mem_get_info()[1]

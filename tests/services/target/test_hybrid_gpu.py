@@ -70,7 +70,7 @@ def make_rows(padding: int) -> torch.Tensor:
 
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative, in norm."""
+    """Return the relative difference, in norm."""
     found, expected = found.double().cpu(), expected.double().cpu()
     return float((found - expected).norm() / expected.norm())
 
@@ -88,14 +88,14 @@ def test_each_row_is_its_document_alone_as_torch_computes_it_on_a_cpu(model: Tar
     nn.Module.float(exact.decoder)
     rows = make_rows(0)
     together = model.forward(rows.to(GPU))
-    for place, length in enumerate(LENGTHS):
-        for tap, alone in zip(together, exact.forward(rows[place : place + 1, :length]), strict=True):
-            assert difference(tap[place, :length], alone[0]) < 3e-2
+    for row, length in enumerate(LENGTHS):
+        for tap, alone in zip(together, exact.forward(rows[row : row + 1, :length]), strict=True):
+            assert difference(tap[row, :length], alone[0]) < 3e-2
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_compiled_layers_give_the_same_states_and_wait_for_nothing(model: TargetModel, config: Config) -> None:
-    """Each in one piece: nothing of the kernels is looked into, and nothing is compiled a second time."""
+    """Each in one piece: the compiler does not enter the kernels, and nothing is compiled a second time."""
     compiled = TargetModel.load(config, GPU)
     compiled.compile_layers()
     counters.clear()

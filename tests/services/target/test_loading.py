@@ -1,4 +1,4 @@
-"""A target's weights: what is read, where it lies, and what is said when it cannot be read."""
+"""A target's weights: the tensors that are read, their memory, and the errors of damaged folders."""
 
 import json
 import logging
@@ -159,7 +159,7 @@ def test_an_unknown_architecture_is_named(llama_folder: Path) -> None:
         TargetModel.load(config, CPU)
 
 
-def test_every_phase_is_told(llama_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_phase_is_logged(llama_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         TargetModel.load(make_config(llama_folder, [1]), CPU)
     assert re.search(r"architecture llama, 2 of 5 layers, its code imported in \d+\.\d s", caplog.text)

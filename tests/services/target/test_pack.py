@@ -20,13 +20,13 @@ def rows_of(lengths: list[int], padded_length: int) -> TargetRows:
 
 
 def make_taps(hidden_size: int) -> list[torch.Tensor]:
-    """Every element tells its tap, row, place and column; the padding is NaN."""
+    """Make taps whose elements name their tap, row, token and column; the padding is NaN."""
     taps = []
     for tap in range(NUM_TAPS):
         rows = torch.full((len(LENGTHS), PADDED_LENGTH, hidden_size), torch.nan)
         for row, length in enumerate(LENGTHS):
-            places = torch.arange(length * hidden_size).view(length, hidden_size)
-            rows[row, :length] = 1000 * tap + 100 * row + places
+            elements = torch.arange(length * hidden_size).view(length, hidden_size)
+            rows[row, :length] = 1000 * tap + 100 * row + elements
         taps.append(rows)
     return taps
 
@@ -37,12 +37,12 @@ def real_rows(taps: list[torch.Tensor]) -> torch.Tensor:
 
 
 def pack_all(taps: list[torch.Tensor], dtype: torch.dtype, *, split: bool) -> tuple[torch.Tensor, int]:
-    """The buffer in the layout of a slot, and its checksum."""
-    places = torch.from_numpy(rows_of(LENGTHS, PADDED_LENGTH).token_index)
+    """Return the buffer in the layout of a slot, and its checksum."""
+    token_index = torch.from_numpy(rows_of(LENGTHS, PADDED_LENGTH).token_index)
     shape = (NUM_TAPS, NUM_TOKENS) if split else (NUM_TOKENS, NUM_TAPS)
     buffer, total = torch.empty(*shape, taps[0].shape[-1], dtype=dtype), torch.zeros((), dtype=torch.int64)
     for tap, packed in zip(taps, buffer if split else buffer.transpose(0, 1), strict=True):
-        pack(tap, places, packed, total)
+        pack(tap, token_index, packed, total)
     return buffer, int(total)
 
 
@@ -71,9 +71,9 @@ def test_the_checksum_wraps_around_as_int64_does() -> None:
 
 @pytest.mark.parametrize("num_tokens", [NUM_TOKENS - 1, NUM_TOKENS + 1])
 def test_a_buffer_of_another_size_is_refused(num_tokens: int) -> None:
-    places = torch.from_numpy(rows_of(LENGTHS, PADDED_LENGTH).token_index)
+    token_index = torch.from_numpy(rows_of(LENGTHS, PADDED_LENGTH).token_index)
     with pytest.raises(AssertionError):
-        pack(make_taps(4)[0], places, torch.empty(num_tokens, 4), torch.zeros((), dtype=torch.int64))
+        pack(make_taps(4)[0], token_index, torch.empty(num_tokens, 4), torch.zeros((), dtype=torch.int64))
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -84,8 +84,8 @@ def test_the_kernel_gives_the_bits_of_the_torch_path(hidden_size: int, split: bo
     expected, total = pack_all(taps, torch.float32, split=split)
     buffer = torch.full_like(expected, torch.inf, device=DEVICE)
     checksum_of_kernel = torch.zeros((), dtype=torch.int64, device=DEVICE)
-    places = torch.from_numpy(rows_of(LENGTHS, PADDED_LENGTH).token_index).to(DEVICE)
+    token_index = torch.from_numpy(rows_of(LENGTHS, PADDED_LENGTH).token_index).to(DEVICE)
     for tap, packed in zip(taps, buffer if split else buffer.transpose(0, 1), strict=True):
-        pack_kernel.pack(tap.to(DEVICE), places, packed, checksum_of_kernel)
+        pack_kernel.pack(tap.to(DEVICE), token_index, packed, checksum_of_kernel)
     assert torch.equal(buffer.cpu(), expected)
     assert int(checksum_of_kernel) == total

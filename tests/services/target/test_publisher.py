@@ -15,6 +15,7 @@ import torch
 import zmq
 
 from common import config as configuration
+from common import wire
 from common.actor import messages
 from common.actor.board import board_bytes
 from common.actor.lifecycle import Actor
@@ -68,7 +69,7 @@ class SmallExchange:
                     self.ready.append(request.body)
                     answer = Done()
                 if answer is not None:
-                    socket.send_multipart([peer, messages.encode(Reply(request.id, answer))])
+                    socket.send_multipart([peer, wire.encode(Reply(request.id, answer))])
             socket.close(linger=0)
 
 
@@ -90,7 +91,7 @@ def actor(tmp_path: Path, exchange: SmallExchange, monkeypatch: pytest.MonkeyPat
     overrides += ["draft.tap_layers=[0, 1, 2, 3]", "ring.dtype=float32"]  # much to copy for few rows
     configuration.write(configuration.load(ROOT / "launch" / "configs" / "tiny.toml", overrides), tmp_path)
     board = memory.create("board", board_bytes(1))
-    actor = Actor("target", argparse.Namespace(run_dir=tmp_path, index=0, board_fd=board, place=0))
+    actor = Actor("target", argparse.Namespace(run_dir=tmp_path, index=0, board_fd=board, record=0))
     actor.join()
     yield actor
     actor.close()
@@ -110,7 +111,7 @@ class SmallTarget:
         self.publisher = Publisher(actor, writer, stagings, health, self.device, PLAN_HASH)
 
     def send(self, lease: Lease, rows: TargetRows, taps: list[torch.Tensor]) -> None:
-        """What the service does with a batch, with given taps instead of a forward."""
+        """Send a batch as the service does, with given taps instead of a forward."""
         staging = self.publisher.take_staging(lease)
         staging.upload(rows)
         for tap_index, tap in enumerate(taps):
@@ -181,7 +182,7 @@ def _lease(slot: int, generation: int) -> Lease:
 
 
 def _make_batch(config: Config, lengths: list[int], seed: int, device: str) -> tuple[TargetRows, list[torch.Tensor]]:
-    """Rows of random tokens and one random tap [B, S, H] per tapped layer."""
+    """Make rows of random tokens and one random tap [B, S, H] per tapped layer."""
     random = np.random.default_rng(seed)
     tokens = [random.integers(0, 60, length).astype(np.int32) for length in lengths]
     rows = make_rows(tokens, [np.ones(length, np.uint8) for length in lengths], [3, 4], max(lengths))

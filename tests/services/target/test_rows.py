@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.data.dataset import Dataset, DatasetWriter
+from common.data.dataset import Dataset
+from common.data.writer import DatasetWriter
 from services.target.rows import read_rows
 
 LENGTHS = [5, 2, 7]
@@ -20,7 +21,7 @@ def dataset(tmp_path: Path) -> Dataset:
     return Dataset.open(tmp_path / "set")
 
 
-def test_rows_are_padded_on_the_right_and_packed_in_the_asked_order(dataset: Dataset) -> None:
+def test_rows_are_padded_on_the_right_and_packed_in_the_order_of_the_batch(dataset: Dataset) -> None:
     rows = read_rows(dataset, [2, 0, 1], [7])
     assert rows.input_ids.dtype == torch.int64
     assert rows.input_ids.tolist() == [

@@ -1,4 +1,4 @@
-"""A target as a process, with an exchange in the test's own: how far ahead it works, and what it says of its life."""
+"""A target as a process, with an exchange in the test's own: how far ahead it works, and the phases that it reports."""
 
 import threading
 import time
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
+from common import wire
 from common.actor import messages
 from common.actor.board import Phase
 from common.actor.messages import (
@@ -37,7 +38,7 @@ class SlowExchange:
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
         self.may_welcome, self.may_answer = threading.Event(), threading.Event()
-        self.asked: list[RequestBody] = []  # without repetitions
+        self.requests: list[RequestBody] = []  # without repetitions
         self.num_leases = 0
         self._seen: set[int] = set()
         self._closing = threading.Event()
@@ -49,7 +50,7 @@ class SlowExchange:
         self._thread.join()
 
     def wait_for(self, body: RequestBody) -> None:
-        while body not in self.asked:  # the test's own time limit ends it
+        while body not in self.requests:  # the test's own time limit ends it
             self._stage.check()
             time.sleep(0.02)
 
@@ -62,11 +63,11 @@ class SlowExchange:
                 peer, data = socket.recv_multipart()
                 request = messages.decode_request(data)
                 if request.id not in self._seen:
-                    self.asked.append(request.body)
+                    self.requests.append(request.body)
                 answer = self._answer(request.body, request.id)
                 self._seen.add(request.id)
                 if answer is not None:
-                    socket.send_multipart([peer, messages.encode(Reply(request.id, answer))])
+                    socket.send_multipart([peer, wire.encode(Reply(request.id, answer))])
             socket.close(linger=0)
 
     def _answer(self, body: RequestBody, request_id: int) -> ReplyBody | None:
@@ -98,11 +99,11 @@ def exchange(stage: Stage) -> Iterator[SlowExchange]:
 
 
 def test_the_next_batch_is_computed_before_the_one_before_is_announced(stage: Stage, exchange: SlowExchange) -> None:
-    """The third Work is asked when the second batch was launched and sent; both are still held."""
+    """The third Work comes after the second batch was launched and sent; both are still held."""
     exchange.may_welcome.set()
     stage.start("target")
     exchange.wait_for(Work([Held(0, 1), Held(1, 1)]))
-    assert [body for body in exchange.asked if isinstance(body, SlotReady)] == [SlotReady(0, 1)]
+    assert [body for body in exchange.requests if isinstance(body, SlotReady)] == [SlotReady(0, 1)]
     exchange.may_answer.set()
     exchange.wait_for(SlotReady(1, 1))
 
@@ -110,8 +111,8 @@ def test_the_next_batch_is_computed_before_the_one_before_is_announced(stage: St
 def test_a_target_warms_up_after_it_was_welcomed_and_is_ready_then(stage: Stage, exchange: SlowExchange) -> None:
     [child] = stage.start("target")
     exchange.wait_for(Hello(messages.PROTOCOL_VERSION))
-    assert stage.board.read(child.spec.place).phase == Phase.STARTING
+    assert stage.board.read(child.spec.record).phase == Phase.STARTING
     exchange.may_welcome.set()
     exchange.wait_for(Work([]))
-    assert stage.board.read(child.spec.place).phase == Phase.READY
+    assert stage.board.read(child.spec.record).phase == Phase.READY
     assert "warmed up 1 shape" in child.log.read_text()

@@ -57,7 +57,7 @@ def test_a_touch_runs_the_first_layers_of_every_kind_and_changes_nothing(kind: s
     ran: list[int] = []
     for number, layer in enumerate(model.decoder.layers):  # type: ignore[arg-type]
         layer.register_forward_hook(lambda *_, number=number: ran.append(number))
-    model.touch(input_ids)
+    model.tune(input_ids)
     assert ran == ([0] if kind == "llama" else [0, 1])
     assert all(map(torch.equal, model.forward(input_ids), expected))
 
@@ -66,7 +66,7 @@ def test_a_run_without_batches_warms_nothing_up(warm_up: tuple[TargetModel, Warm
     assert len(warm_up[1].run([], lambda: None)) == NUM_STAGINGS
 
 
-def test_it_can_be_told_to_stop(warm_up: tuple[TargetModel, WarmUp]) -> None:
+def test_a_warm_up_can_be_stopped(warm_up: tuple[TargetModel, WarmUp]) -> None:
     def stop() -> None:
         raise StoppedError
 

@@ -1,4 +1,4 @@
-"""What nvidia-smi says, read from a program of that name; and its absence."""
+"""Samples of nvidia-smi, read from a program of that name, and none without it."""
 
 import time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What measurements of whole runs are made of."""
+"""The runs that measurements make."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def test_its_rows_fill_the_buckets_as_the_reference_run_does(workload: Workload)
     batches = np.array([count / samples_per_batch(config.plan, bucket) for bucket, count in enumerate(counts)])
     assert batches / batches.sum() == pytest.approx(np.array(BATCH_SHARES[:3]) / sum(BATCH_SHARES[:3]), abs=0.02)
     sample = dataset.read(7)
-    assert sample.loss_mask.tolist() == [place >= len(sample.input_ids) // 4 for place in range(len(sample.input_ids))]
+    assert sample.loss_mask.tolist() == [token >= len(sample.input_ids) // 4 for token in range(len(sample.input_ids))]
     assert all(config.draft.mask_token_id not in dataset.read(row).input_ids for row in range(400))
 
 
@@ -34,7 +34,7 @@ def test_settings_that_are_given_win(workload: Workload) -> None:
 
 
 def test_tokens_are_counted_by_the_plan(workload: Workload, tmp_path: Path) -> None:
-    config, counts = workload.config, TokenCounts(workload.config, tmp_path)
+    config, counts = workload.config, TokenCounts(workload.config)
     dataset = Dataset.open(Path(config.data.path))
     assert counts.of_steps(3, 5) == sum(counts.of_batch(batch) for batch in range(8, 20))
     num_steps = -(-sum(1 for _ in counts_of_an_epoch(counts, int(dataset.lengths.sum()))) // config.plan.batches_per_step)
@@ -42,7 +42,7 @@ def test_tokens_are_counted_by_the_plan(workload: Workload, tmp_path: Path) -> N
 
 
 def counts_of_an_epoch(counts: TokenCounts, num_tokens: int) -> "list[int]":
-    """The batches from the start until every token was in one."""
+    """Return the tokens of each batch, from the start until every token was in one."""
     found: list[int] = []
     while sum(found) < num_tokens:
         found.append(counts.of_batch(len(found)))

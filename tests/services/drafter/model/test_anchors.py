@@ -1,4 +1,4 @@
-"""Which blocks are drawn, and their labels."""
+"""Blocks: the draw, quotas, candidates and labels."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from services.drafter.model.anchors import Blocks, all_blocks, choose_blocks, quotas
-from services.drafter.model.step import PackedBatch
-from tests.builders.batches import BLOCK_SIZE, make_batch, make_config, metadata
+from services.drafter.model.batch import PackedBatch
+from tests.builders.batches import BLOCK_SIZE, make_batch, make_config
 
 
 def choose(batch: PackedBatch, epoch: int = 0, **train: Any) -> Blocks:
-    return choose_blocks(*metadata(batch), batch.sample_ids, epoch, make_config(**train))
+    return choose_blocks(batch, epoch, make_config(**train))
 
 
 def anchors_of(blocks: Blocks, document: int, start: int = 0) -> list[int]:
@@ -49,7 +49,7 @@ def test_quotas_are_fair() -> None:
 def test_candidates_are_supervised_pairs_of_one_document() -> None:
     batch = make_batch([6, 7])
     batch.loss_mask[:] = [1, 1, 0, 0, 1, 1, 1, 0, 1, 1, 1, 0, 1]
-    blocks = next(all_blocks(*metadata(batch), make_config()))
+    blocks = next(all_blocks(batch, make_config()))
     assert blocks.anchors[blocks.valid].tolist() == [0, 4, 8, 9]
     assert blocks.documents[blocks.valid].tolist() == [0, 0, 1, 1]
 
@@ -57,7 +57,7 @@ def test_candidates_are_supervised_pairs_of_one_document() -> None:
 def test_labels_are_a_contiguous_prefix_of_the_document() -> None:
     batch = make_batch([6, 9])
     batch.loss_mask[:] = [0, 0, 1, 1, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1]
-    blocks = next(all_blocks(*metadata(batch), make_config()))
+    blocks = next(all_blocks(batch, make_config()))
     for block in np.flatnonzero(blocks.valid):
         anchor, document = blocks.anchors[block], blocks.documents[block]
         assert blocks.anchor_tokens[block] == batch.input_ids[anchor]
@@ -99,7 +99,7 @@ def test_a_batch_has_no_more_blocks_than_fill_the_last_tile(num_anchors: int, nu
 
 def test_evaluation_covers_every_candidate_once() -> None:
     batch = make_batch([30, 3, 20])
-    chunks = list(all_blocks(*metadata(batch), make_config(anchors_per_batch=7)))
+    chunks = list(all_blocks(batch, make_config(anchors_per_batch=7)))
     anchors = np.concatenate([blocks.anchors[blocks.valid] for blocks in chunks])
     assert all(len(blocks.anchors) == 7 for blocks in chunks)
     assert anchors.tolist() == [*range(2, 29), *range(35, 52)]

@@ -1,4 +1,4 @@
-"""The draft model: names, initial bits, what its blocks depend on."""
+"""The draft model: names, initial bits, and the inputs that its blocks depend on."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,12 +10,13 @@ from torch import Tensor
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
+from services.drafter.kernels.key_runs import KeyRuns
 from services.drafter.model.anchors import Blocks, all_blocks
 from services.drafter.model.attention import DenseAttention
+from services.drafter.model.batch import PackedBatch
 from services.drafter.model.model import DraftModel
-from services.drafter.model.step import PackedBatch, block_hidden
-from services.drafter.model.visibility import KeyRuns
-from tests.builders.batches import BLOCK_SIZE, MASK_TOKEN, document_alone, frozen_weights, make_batch, make_config, metadata
+from services.drafter.model.step import block_hidden
+from tests.builders.batches import BLOCK_SIZE, MASK_TOKEN, document_alone, frozen_weights, make_batch, make_config
 
 LAYERS = {
     "full": ["full_attention"],
@@ -30,7 +31,7 @@ def hidden_of(model: DraftModel, batch: PackedBatch, blocks: Blocks) -> Tensor:
 
 
 def wide_model(layer_types: list[Any]) -> DraftModel:
-    """Larger weights than the initial ones, so that every dependence is far above rounding."""
+    """Larger weights than the initial ones, so that every dependence is far larger than rounding."""
     model = DraftModel(make_config(layer_types, anchors_per_batch=32))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -62,7 +63,7 @@ def test_initial_weights_come_from_the_seed_alone() -> None:
 @pytest.mark.parametrize("kind", LAYERS)
 def test_nothing_at_or_after_the_anchor_or_of_another_document_is_seen(kind: str) -> None:
     model, batch = wide_model(LAYERS[kind]), make_batch([9, 12, 5])
-    blocks = next(all_blocks(*metadata(batch), make_config(anchors_per_batch=32)))
+    blocks = next(all_blocks(batch, make_config(anchors_per_batch=32)))
     before = hidden_of(model, batch, blocks)
     random = np.random.default_rng(1)
     for block in np.flatnonzero(blocks.valid):
@@ -73,14 +74,14 @@ def test_nothing_at_or_after_the_anchor_or_of_another_document_is_seen(kind: str
         features[torch.from_numpy(unseen)] = 100.0
         tokens = np.where(np.arange(len(unseen)) == anchor, batch.input_ids, random.integers(0, MASK_TOKEN, len(unseen)))
         changed = replace(batch, hidden_states=features, input_ids=tokens)
-        after = hidden_of(model, changed, next(all_blocks(*metadata(changed), make_config(anchors_per_batch=32))))
+        after = hidden_of(model, changed, next(all_blocks(changed, make_config(anchors_per_batch=32))))
         torch.testing.assert_close(after[block], before[block], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(("kind", "window"), [("full", 1000), ("sliding", 5)])
 def test_every_visible_feature_and_the_anchor_token_are_seen(kind: str, window: int) -> None:
     model, batch = wide_model(LAYERS[kind]), make_batch([14, 12])
-    blocks = next(all_blocks(*metadata(batch), make_config(anchors_per_batch=32)))
+    blocks = next(all_blocks(batch, make_config(anchors_per_batch=32)))
     before = hidden_of(model, batch, blocks)
     for row in range(len(batch.input_ids)):
         features = batch.hidden_states.clone()
@@ -99,19 +100,19 @@ def test_every_visible_feature_and_the_anchor_token_are_seen(kind: str, window: 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_packed_documents_equal_each_document_alone(kind: str) -> None:
     model, batch, config = wide_model(LAYERS[kind]), make_batch([9, 12, 5]), make_config(anchors_per_batch=32)
-    blocks = next(all_blocks(*metadata(batch), config))
+    blocks = next(all_blocks(batch, config))
     packed = hidden_of(model, batch, blocks)
     for document in range(3):
         alone = document_alone(batch, document)
-        own_blocks = next(all_blocks(*metadata(alone), config))
+        own_blocks = next(all_blocks(alone, config))
         own = hidden_of(model, alone, own_blocks)[torch.from_numpy(own_blocks.valid)]
         of_document = torch.from_numpy(blocks.valid & (blocks.documents == document))
         torch.testing.assert_close(packed[of_document], own, rtol=0, atol=1e-5)
 
 
-def test_documents_are_told_apart() -> None:
+def test_a_block_depends_on_its_own_document() -> None:
     model, batch = wide_model(LAYERS["full"]), make_batch([9, 12])
-    blocks = next(all_blocks(*metadata(batch), make_config(anchors_per_batch=32)))
+    blocks = next(all_blocks(batch, make_config(anchors_per_batch=32)))
     as_one = replace(blocks, documents=np.zeros_like(blocks.documents))
     changed = (hidden_of(model, batch, as_one) - hidden_of(model, batch, blocks)).abs().amax((1, 2)).numpy()
     assert (changed[blocks.valid & (blocks.documents == 1)] > 1e-4).all()
@@ -119,7 +120,7 @@ def test_documents_are_told_apart() -> None:
 
 def test_positions_matter_relative_to_the_anchor() -> None:
     model, batch = wide_model(LAYERS["full"]), make_batch([12])
-    blocks = next(all_blocks(*metadata(batch), make_config(anchors_per_batch=32)))
+    blocks = next(all_blocks(batch, make_config(anchors_per_batch=32)))
     before = hidden_of(model, batch, blocks)
     shifted = hidden_of(model, replace(batch, position_ids=batch.position_ids + 5), blocks)
     torch.testing.assert_close(shifted, before, rtol=0, atol=1e-4)
@@ -129,8 +130,8 @@ def test_positions_matter_relative_to_the_anchor() -> None:
 
 def test_padding_blocks_change_nothing_and_stay_finite() -> None:
     model, batch = wide_model(LAYERS["mixed"]), make_batch([9, 5])
-    few = next(all_blocks(*metadata(batch), make_config(anchors_per_batch=8)))
-    many = next(all_blocks(*metadata(batch), make_config(anchors_per_batch=32)))
+    few = next(all_blocks(batch, make_config(anchors_per_batch=8)))
+    many = next(all_blocks(batch, make_config(anchors_per_batch=32)))
     assert few.valid.all()
     assert not many.valid[8:].all()
     with_padding = hidden_of(model, batch, many)
@@ -164,7 +165,7 @@ def test_a_layer_without_context_is_a_layer_of_qwen3() -> None:
 @pytest.mark.parametrize("kind", LAYERS)
 def test_the_wanted_rows_equal_those_of_all_in_value_and_gradient(kind: str) -> None:
     batch, config = make_batch([9, 12, 5]), make_config(LAYERS[kind], anchors_per_batch=32)
-    blocks, wanted = next(all_blocks(*metadata(batch), config)), np.array([1, 2, 3, 5, 40, 41, 0, 0])
+    blocks, wanted = next(all_blocks(batch, config)), np.array([1, 2, 3, 5, 40, 41, 0, 0])
     outputs, gradients = [], []
     for rows in (None, wanted):
         model = wide_model(LAYERS[kind])

@@ -5,19 +5,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from services.drafter.model.batch import PackedBatch
 from services.drafter.model.noise import add_noise
-from services.drafter.model.step import PackedBatch
 from tests.builders.batches import make_batch, make_config
 
 
 def noise_of(batch: PackedBatch, epoch: int = 0, kind: str = "uniform") -> Tensor:
-    noisy = add_noise(batch.hidden_states, batch.cu_seqlens, batch.sample_ids, epoch, make_config(noise=kind))
+    noisy = add_noise(batch, epoch, make_config(noise=kind)).hidden_states
     return noisy - batch.hidden_states
 
 
 def test_off_is_no_copy() -> None:
     batch = make_batch([5])
-    assert add_noise(batch.hidden_states, batch.cu_seqlens, batch.sample_ids, 0, make_config()) is batch.hidden_states
+    assert add_noise(batch, 0, make_config()) is batch
 
 
 @pytest.mark.parametrize("kind", ["uniform", "gaussian"])
@@ -29,7 +29,7 @@ def test_noise_depends_on_sample_and_epoch_only(kind: str) -> None:
     assert not torch.allclose(noise_of(alone, kind=kind), noise_of(alone, epoch=1, kind=kind), atol=1e-3)
 
 
-def test_noise_has_the_asked_size() -> None:
+def test_noise_has_the_configured_size() -> None:
     batch = make_batch([60])
     uniform, gaussian = noise_of(batch), noise_of(batch, kind="gaussian")
     assert 0.045 < uniform.abs().max() <= 0.0501

@@ -11,18 +11,19 @@ import torch.nn.functional as F
 from common.config import Config
 from services.drafter.model.acceptance import evaluate_batch, matching_prefix, summarise, with_features_of_another_document
 from services.drafter.model.anchors import all_blocks, choose_blocks
+from services.drafter.model.batch import PackedBatch
 from services.drafter.model.loss import DPACE_SMOOTHING, decay_weights
 from services.drafter.model.model import DraftModel
-from services.drafter.model.step import PackedBatch, block_hidden, block_loss, predict_blocks
+from services.drafter.model.step import block_hidden, block_loss, predict_blocks
 from services.drafter.model.step_sums import StepSums
 from services.drafter.training.optimizer import MasterAdamW
-from tests.builders.batches import BLOCK_SIZE, HIDDEN_SIZE, document_alone, frozen_weights, make_batch, make_config, metadata
+from tests.builders.batches import BLOCK_SIZE, HIDDEN_SIZE, document_alone, frozen_weights, make_batch, make_config
 
 
 def test_sums_equal_their_definition() -> None:
     config, batch, (embed, head) = make_config(anchors_per_batch=8), make_batch([9, 5]), frozen_weights()
     model = DraftModel(config)
-    blocks = choose_blocks(*metadata(batch), batch.sample_ids, 0, config)
+    blocks = choose_blocks(batch, 0, config)
     sums = block_loss(model, embed, head, batch, blocks, config)
     hidden = block_hidden(model, embed, batch, blocks, config).view(-1, BLOCK_SIZE, HIDDEN_SIZE)
     decay = decay_weights(BLOCK_SIZE, config.train.decay_gamma)
@@ -46,7 +47,7 @@ def test_padding_adds_nothing_to_loss_and_gradients() -> None:
     for size in (8, 32):
         config = make_config(anchors_per_batch=size)
         model = DraftModel(config)
-        sums = block_loss(model, embed, head, batch, next(all_blocks(*metadata(batch), config)), config)
+        sums = block_loss(model, embed, head, batch, next(all_blocks(batch, config)), config)
         sums.loss.backward()  # type: ignore[no-untyped-call]
         results.append([sums.values.detach(), *(parameter.grad for parameter in model.parameters())])
     for few, many in zip(*results, strict=True):
@@ -56,7 +57,7 @@ def test_padding_adds_nothing_to_loss_and_gradients() -> None:
 def test_a_batch_without_labels_gives_zero_gradients() -> None:
     config, batch, (embed, head) = make_config(), make_batch([2, 2]), frozen_weights()
     model = DraftModel(config)
-    sums = block_loss(model, embed, head, batch, choose_blocks(*metadata(batch), batch.sample_ids, 0, config), config)
+    sums = block_loss(model, embed, head, batch, choose_blocks(batch, 0, config), config)
     sums.loss.backward()  # type: ignore[no-untyped-call]
     assert not sums.values.any()
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
@@ -73,7 +74,7 @@ def train(model: DraftModel, batch: PackedBatch, config: Config, num_steps: int)
     embed, head = frozen_weights(device=str(batch.hidden_states.device))
     optimizer = MasterAdamW(model, config.train, num_steps, BLOCK_SIZE)
     for step in range(num_steps):
-        blocks = choose_blocks(*metadata(batch), batch.sample_ids, step, config)
+        blocks = choose_blocks(batch, step, config)
         sums = block_loss(model, embed, head, batch, blocks, config)
         optimizer.gradients.accumulate(sums)
         optimizer.step(step)
@@ -105,13 +106,13 @@ def test_the_same_seed_gives_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("loss", ["decay", "dpace"])
-def test_packed_documents_lose_what_each_loses_alone(loss: str) -> None:
+def test_the_loss_of_packed_documents_is_the_sum_of_their_losses(loss: str) -> None:
     config, batch, (embed, head) = make_config(loss=loss, anchors_per_batch=64), make_batch([9, 5, 14]), frozen_weights()
     model = DraftModel(config)
     parts = [batch, *(document_alone(batch, document) for document in range(3))]
     sums = []
     for part in parts:
-        blocks = choose_blocks(*metadata(part), part.sample_ids, 0, config)
+        blocks = choose_blocks(part, 0, config)
         sums.append(block_loss(model, embed, head, part, blocks, config).values.detach())
     torch.testing.assert_close(sums[0], torch.stack(sums[1:]).sum(0))
     assert sums[0][0] > 0
@@ -120,7 +121,7 @@ def test_packed_documents_lose_what_each_loses_alone(loss: str) -> None:
 def test_dpace_divides_by_anchors_and_weighs_early_slots_more() -> None:
     config, batch, (embed, head) = make_config(loss="dpace"), make_batch([9, 5]), frozen_weights()
     model = DraftModel(config)
-    blocks = choose_blocks(*metadata(batch), batch.sample_ids, 0, config)
+    blocks = choose_blocks(batch, 0, config)
     sums = block_loss(model, embed, head, batch, blocks, config)
     assert sums.weight == blocks.valid.sum()
     hidden = block_hidden(model, embed, batch, blocks, config).view(-1, BLOCK_SIZE, HIDDEN_SIZE).detach()
@@ -145,7 +146,7 @@ def test_a_gpu_computes_what_the_cpu_computes(layers: list[str]) -> None:
         config = make_config(layers, head_dim=16, anchors_per_batch=64)
         batch, (embed, head) = make_batch([24, 17, 30, 12], device=device), frozen_weights(device=device)
         model = DraftModel(config).to(device)
-        blocks = choose_blocks(*metadata(batch), batch.sample_ids, 0, config)
+        blocks = choose_blocks(batch, 0, config)
         sums = block_loss(model, embed, head, batch, blocks, config)
         sums.loss.backward()  # type: ignore[no-untyped-call]
         results.append(
@@ -170,7 +171,7 @@ def test_a_training_step_never_waits_for_the_gpu() -> None:
     try:
         for step in range(4):
             torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first step may set things up
-            blocks = choose_blocks(*metadata(batch), batch.sample_ids, step, config)
+            blocks = choose_blocks(batch, step, config)
             sums = block_loss(model, embed, head, batch, blocks, config)
             optimizer.gradients.accumulate(sums)
             result = optimizer.step(step)

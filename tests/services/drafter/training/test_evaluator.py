@@ -1,4 +1,4 @@
-"""Acceptance told apart by evaluation set and category: the parts add up to the whole."""
+"""Acceptance by evaluation set and category: the parts add up to the total."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +10,10 @@ import torch
 
 from common.acceptance import Acceptance
 from common.config import Config, DataConfig
-from common.data.dataset import DatasetWriter
+from common.data.writer import DatasetWriter
 from services.drafter.model.acceptance import evaluate_batch, summarise, with_features_of_another_document
+from services.drafter.model.batch import PackedBatch
 from services.drafter.model.model import DraftModel
-from services.drafter.model.step import PackedBatch
 from services.drafter.training.evaluator import Evaluator
 from services.drafter.training.run_state import RunState
 from tests.builders.batches import frozen_weights, make_batch, make_config
@@ -23,7 +23,7 @@ SETS = {"code": ["python", "", "python"], "chat": ["", ""]}
 
 
 def alone(values: torch.Tensor) -> torch.Tensor:
-    """The sum over a group of one."""
+    """Return the sum over a group of one."""
     return values
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from common.errors import HeadraceError
-from common.ring import memory, pinned
+from common.ring import memory
 from common.ring.checksum import checksum
 from common.ring.layout import SlotLayout
-from common.ring.ring import RingWriter
+from common.ring.ring import RingWriter, page_lock
 from launch.bench.shapes import random_run
 from tests.builders.copier import Copier, Ring, wait_until_copying
 
@@ -39,7 +39,7 @@ def test_a_registered_memfd_is_pinned_and_carries_every_byte_both_ways() -> None
     host, back = map_memory(NUM_BYTES), map_memory(NUM_BYTES)
     assert not host.is_pinned()
     for tensor in (host, back):
-        pinned.register(tensor)
+        page_lock(tensor)
         assert tensor.is_pinned()
     host.view(torch.int64).copy_(torch.randint(2**62, (NUM_BYTES // 8,), generator=torch.Generator().manual_seed(0)))
     near = torch.empty_like(host, device=GPU)
@@ -55,7 +55,7 @@ def test_a_registered_memfd_is_pinned_and_carries_every_byte_both_ways() -> None
 def test_a_copy_from_registered_memory_does_not_hold_up_the_host() -> None:
     """Pageable memory would be staged while the call waits, so that its copy is done when the call returns."""
     host = map_memory(NUM_BYTES)
-    pinned.register(host)
+    page_lock(host)
     near = torch.empty_like(host, device=GPU)
     busy = torch.randn(8192, 8192, device=GPU)
     torch.cuda.synchronize()
@@ -69,11 +69,11 @@ def test_a_copy_from_registered_memory_does_not_hold_up_the_host() -> None:
     unregister(host)
 
 
-def test_registering_twice_is_an_error_that_is_told_and_leaves_the_memory_usable() -> None:
+def test_registering_twice_is_an_error_and_leaves_the_memory_usable() -> None:
     host = map_memory(NUM_BYTES)
-    pinned.register(host)
+    page_lock(host)
     with pytest.raises(HeadraceError, match="67108864 bytes: needed to be registered once, found registered already"):
-        pinned.register(host)
+        page_lock(host)
     torch.ones(1, device=GPU)  # no error is left behind for the next launch
     near = host.to(GPU, non_blocking=True)
     torch.cuda.synchronize()

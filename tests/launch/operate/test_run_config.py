@@ -1,14 +1,17 @@
-"""Data that cannot train the target: refused in one line before a process starts, whoever wrote the data."""
+"""The resolved configuration, and input that is refused in one line before a process starts."""
 
 import json
 import re
 from pathlib import Path
 
 import pytest
+import torch
 
-from common.data.dataset import DatasetWriter
+from common import config as configuration
+from common.data.writer import DatasetWriter
 from launch import prepare
 from launch.data.vocabulary import fingerprint_vocabulary
+from launch.operate.run_config import count_gpus, resolve
 from tests.builders.launched_runs import CONFIG, LaunchedRun
 from tests.builders.saved_sets import Row, save_set
 from tests.builders.tiny_chat_model import END, START, make_tokenizer, save_chat_model
@@ -92,3 +95,27 @@ def test_a_vocabulary_is_its_tokens_and_ids_whatever_the_file_looks_like(tmp_pat
     assert known != fingerprint(model={"vocab": {"a": 1, "b": 0}}, added_tokens=added)
     assert known != fingerprint(model={"vocab": {"a": 0, "b": 1}})
     assert fingerprint(model={}) == fingerprint_vocabulary(tmp_path / "nowhere") == ""
+
+
+def test_paths_are_absolute_and_made_up_data_lie_in_the_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made_up = resolve(configuration.load(CONFIG, []), tmp_path)
+    assert made_up.model.path == str(Path.cwd() / "launch/configs/tiny_target")
+    assert (made_up.data.path, made_up.data.eval_path) == (str(tmp_path / "data/train"), str(tmp_path / "data/eval"))
+    assert resolve(made_up, tmp_path) == made_up
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = tmp_path / "given.toml"
+    config.write_text(re.sub(r"\[data\.synthetic\].*?\n\n", "", CONFIG.read_text(), flags=re.DOTALL))
+    data = resolve(configuration.load(config, ["data.path=~/train", 'data.eval_paths={a = "held"}']), tmp_path).data
+    assert (data.path, data.eval_path, data.eval_paths) == (f"{tmp_path}/train", "", {"a": str(Path.cwd() / "held")})
+
+
+def test_a_hidden_gpu_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert count_gpus() == 0
+
+
+@pytest.mark.gpu
+def test_gpus_are_counted_as_torch_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert count_gpus() == torch.cuda.device_count() > 0
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "99")
+    assert count_gpus() == 0

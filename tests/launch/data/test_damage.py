@@ -1,20 +1,14 @@
-"""Damaged files: named with their rows, never read as something else, and left out on request."""
+"""Damaged files: named with their rows, never read as something else."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from common.data.damage import (
-    DamagedRows,
-    find_damage,
-    read_damaged_rows,
-    usable_fingerprint,
-    usable_lengths,
-    write_damaged_rows,
-)
-from common.data.dataset import Dataset, DatasetWriter
+from common.data.dataset import Dataset
+from common.data.writer import DatasetWriter
 from common.errors import DataError
+from launch.data.damage import find_damage
 
 NUM_ROWS = 12
 ROWS_PER_FILE = 5  # files of 5, 5 and 2 rows
@@ -28,14 +22,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "set"
 
 
-def flip(path: Path, place: int, bit: int = 0) -> None:
+def flip(path: Path, offset: int, bit: int = 0) -> None:
     content = bytearray(path.read_bytes())
-    content[place] ^= 1 << bit
+    content[offset] ^= 1 << bit
     path.write_bytes(bytes(content))
 
 
-def place_of(path: Path, token: int) -> int:
-    """Where the file holds a token id; each id stands in one place."""
+def offset_of(path: Path, token: int) -> int:
+    """Return the offset of a token id in the file; each id stands there once."""
     content = path.read_bytes()
     assert content.count(np.int32(token).tobytes()) == 1
     return content.index(np.int32(token).tobytes())
@@ -49,17 +43,17 @@ def read_all(folder: Path) -> list[tuple[list[int], list[bool]]]:
 
 
 def test_an_intact_set_has_no_damage(folder: Path) -> None:
-    assert find_damage(folder) == []
+    assert find_damage(Dataset.open(folder, damaged=True)) == []
 
 
 def test_a_flipped_byte_is_found_by_its_row_when_it_is_read_and_before(folder: Path) -> None:
     path = folder / "data-00001.arrow"
-    flip(path, place_of(path, 7003))
+    flip(path, offset_of(path, 7003))
     dataset = Dataset.open(folder)
     dataset.read(6)
     with pytest.raises(DataError, match=r"data-00001\.arrow \(rows 5 to 9\): sample 7: its checksum is wrong"):
         dataset.read(7)
-    [damage] = find_damage(folder)
+    [damage] = find_damage(Dataset.open(folder, damaged=True))
     assert (damage.file, damage.rows) == ("data-00001.arrow", [(7, 8)])
     assert "needed SHA-256" in str(damage) and str(damage).endswith("unusable rows: 7 to 7")
 
@@ -71,13 +65,13 @@ def test_a_file_cut_short_makes_all_its_rows_unusable(folder: Path, num_bytes: i
     path.write_bytes(path.read_bytes()[:-num_bytes])
     with pytest.raises(DataError, match=rf"data-00001\.arrow \(rows 5 to 9\): needed {size} bytes"):
         Dataset.open(folder)
-    [damage] = find_damage(folder)
+    [damage] = find_damage(Dataset.open(folder, damaged=True))
     assert (damage.file, damage.rows) == ("data-00001.arrow", [(5, 10)])
 
 
 def test_a_missing_file_makes_all_its_rows_unusable(folder: Path) -> None:
     (folder / "data-00002.arrow").unlink()
-    assert [damage.rows for damage in find_damage(folder)] == [[(10, 12)]]
+    assert [damage.rows for damage in find_damage(Dataset.open(folder, damaged=True))] == [[(10, 12)]]
 
 
 def test_no_flipped_bit_is_read_as_something_else(folder: Path) -> None:
@@ -86,35 +80,12 @@ def test_no_flipped_bit_is_read_as_something_else(folder: Path) -> None:
     content = path.read_bytes()
     written = read_all(folder)
     num_noticed = 0
-    for place in range(0, len(content), 2):
-        flip(path, place, bit=place // 2 % 8)
+    for offset in range(0, len(content), 2):
+        flip(path, offset, bit=offset // 2 % 8)
         try:
-            assert read_all(folder) == written, place
+            assert read_all(folder) == written, offset
         except DataError as error:
             num_noticed += 1
             assert "data-00001.arrow" in str(error) and "(rows 5 to 9)" in str(error)
         path.write_bytes(content)
     assert num_noticed > 200
-
-
-def test_what_is_left_has_its_lengths_and_another_name(folder: Path) -> None:
-    (folder / "data-00002.arrow").unlink()
-    path = folder / "data-00001.arrow"
-    flip(path, place_of(path, 7003))
-    rows = [span for damage in find_damage(folder) for span in damage.rows]
-    assert rows == [(7, 8), (10, 12)]
-    dataset = Dataset.open(folder, damaged=True)
-    assert usable_lengths(dataset, rows).tolist() == [1, 2, 3, 4, 5, 6, 7, 0, 9, 10, 0, 0]
-    names = {usable_fingerprint(dataset, some) for some in ([], rows, rows[:1])}
-    assert len(names) == 3 and dataset.fingerprint in names
-
-
-def test_a_set_without_a_usable_row_is_an_error(folder: Path) -> None:
-    with pytest.raises(DataError, match="needed at least one row that is not damaged, found none"):
-        usable_lengths(Dataset.open(folder), [(0, 12)])
-
-
-def test_the_exchange_reads_what_start_all_found(tmp_path: Path) -> None:
-    rows = DamagedRows(train=[(3, 5), (8, 9)])
-    write_damaged_rows(rows, tmp_path)
-    assert read_damaged_rows(tmp_path) == rows
