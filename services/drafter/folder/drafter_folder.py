@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from common.config import Config
+from common.config import Config, DraftConfig
 from common.errors import CheckpointError, ModelError
 from common.run_dir import read_object
 from common.target_shape import default_tap_layers
@@ -18,19 +18,6 @@ from services.drafter.folder.layouts import TARGETS_TENSORS, Content, detect, fi
 from services.drafter.model.model import DraftModel
 
 CONFIG = "config.json"
-_OF_DRAFT = (
-    "num_layers",
-    "block_size",
-    "mask_token_id",
-    "tap_layers",
-    "layer_types",
-    "sliding_window",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-)
-_OF_TARGET = ("hidden_size", "vocab_size", "num_hidden_layers", "rms_norm_eps", "rope_theta")
 
 
 @dataclass(frozen=True)
@@ -57,8 +44,7 @@ class Drafter:
 
     def misfits(self, config: Config) -> list[str]:
         """List the settings and tensors that do not fit the draft model and target of `config`, with needed and found."""
-        needed = {key: getattr(config.draft, key) for key in _OF_DRAFT}
-        needed |= {key: getattr(config.shape, key) for key in _OF_TARGET}
+        needed = msgspec.structs.asdict(config.shape) | msgspec.structs.asdict(config.draft)
         needed["draft_vocab_size"] = config.shape.vocab_size  # a reduced vocabulary has another head
         if "sliding_attention" not in config.draft.layer_types:
             needed["sliding_window"] = 0
@@ -68,7 +54,7 @@ class Drafter:
 
     def on(self, config: Config) -> Config:
         """Return `config` with the draft model that this folder states, even if it does not fit the run."""
-        draft = {key: value for key, value in self.settings.items() if key in _OF_DRAFT}
+        draft = {key: value for key, value in self.settings.items() if key in DraftConfig.__struct_fields__}
         target = {key: value for key, value in self.settings.items() if key in ("rms_norm_eps", "rope_theta")}
         draft_config = msgspec.structs.replace(config.draft, **draft)
         return msgspec.structs.replace(config, draft=draft_config, target_shape=msgspec.structs.replace(config.shape, **target))

@@ -82,11 +82,10 @@ class _KeyPart(NamedTuple):
 
 
 class _Function(torch.autograd.Function):
-    """q [Hq, M, D], k, v, k_own, v_own, visibility, tilings -> o [M, Hq * D]."""
+    """Attention: q [Hq, M, D], k, v, k_own, v_own, visibility, tilings -> o [M, Hq * D]."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, *inputs: Any) -> Tensor:
-        """Compute o, and save lse for the backward pass."""
         *kv, visibility, tilings = inputs
         (heads, num_rows, depth), num_kv_heads = q.shape, kv[0].shape[0]
         o = q.new_empty(num_rows, heads * depth)

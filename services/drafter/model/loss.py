@@ -77,7 +77,8 @@ def cross_entropy(logits: Tensor, labels: Tensor, losses: Tensor, predictions: T
     if logits.is_cuda:
         from services.drafter.kernels import cross_entropy_kernel  # triton comes with torch for GPUs only
 
-        return cross_entropy_kernel.cross_entropy(logits, labels, losses, predictions, with_gradient=with_gradient)
+        cross_entropy_kernel.cross_entropy(logits, labels, losses, predictions, with_gradient=with_gradient)
+        return
     exact = logits.float()
     log_normaliser = exact.logsumexp(1, keepdim=True)
     torch.sub(log_normaliser[:, 0], exact.gather(1, labels[:, None])[:, 0], out=losses)
@@ -85,4 +86,3 @@ def cross_entropy(logits: Tensor, labels: Tensor, losses: Tensor, predictions: T
     if with_gradient:
         error = (exact - log_normaliser).exp_()
         logits.copy_(error.scatter_add_(1, labels[:, None], torch.full_like(log_normaliser, -1.0)))
-    return None

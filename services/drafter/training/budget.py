@@ -15,7 +15,7 @@ from common.device.memory import allowed_bytes
 from services.drafter.model.anchors import anchors_of_tiles
 from services.drafter.training.training_state import TrainingState, full_shape, make_up_batch
 
-_PROBE_PART = 32  # of the tokens of a batch: the smaller of the two budgets that are timed
+_PROBE_PART = 32  # divides the tokens of a batch: the smaller of the two budgets that are timed
 _MEMORY_PART = 0.9  # of the memory that the device can still give
 _NUM_TIMED = 2
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from services.drafter.model.step_sums import StepSums
 
 _BUCKET_ELEMENTS = 1 << 25  # 128 MiB: far larger than the size from which an all-reduce runs at full speed
-_ALIGNMENT = 64  # elements: kernels are faster where they begin at a round address
+_ALIGNMENT = 64  # elements: kernels are faster on aligned addresses
 Begin = Callable[[Tensor], object]  # start an in-place all-reduce of a tensor
 
 

@@ -32,7 +32,7 @@ from common.run_dir import RENDEZVOUS
 
 _FORMING_TIMEOUT_S = 30
 _INCARNATION_TIMEOUT_S = 60
-_COLLECTIVE_TIMEOUT_S = 24 * 3600  # a silent rank is the supervisor's to judge
+_COLLECTIVE_TIMEOUT_S = 24 * 3600  # the supervisor, not a timeout, decides that a silent rank is dead
 _POLL_S = 0.02
 _GPU_POLL_S = 0.0001
 _NCCL_SETTINGS = {  # torch reads them when a process group is made, and takes them from nowhere else

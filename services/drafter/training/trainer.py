@@ -10,7 +10,6 @@ from common.actor import faults
 from common.actor.board import Phase
 from common.actor.lifecycle import Actor, StoppedError
 from common.actor.messages import BatchInfo
-from common.config import Config
 from common.device.stopwatch import Stopwatch
 from common.errors import TrainingDivergedError
 from common.run_dir import PROFILE, QUARANTINE
@@ -39,7 +38,6 @@ class Trainer:
     def __init__(
         self,
         actor: Actor,
-        config: Config,
         state: TrainingState,
         run: RunState,
         evaluator: Evaluator,
@@ -48,7 +46,7 @@ class Trainer:
         fetcher: Fetcher,
     ) -> None:
         self._actor = actor
-        self._config = config
+        self._config = config = actor.config
         self._state = state
         self._optimizer = state.optimizer
         self._run = run
