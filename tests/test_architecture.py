@@ -126,7 +126,7 @@ def test_launch_imports_only_libraries_of_the_services() -> None:
     assert sorted(wrong) == []
 
 
-def test_what_lies_in_common_is_needed_by_two_sides() -> None:
+def test_common_holds_only_files_that_two_users_need() -> None:
     users = ("services/exchange", "services/target", "services/drafter", "launch")
     needed = [reachable(*sources(folder)) for folder in users]
     modules = [path for path in sources("common") if path.name != "__init__.py"]

@@ -129,7 +129,7 @@ class LaunchedRun:
         return (self.directory / "export" / "model.safetensors").read_bytes()
 
     def log(self, name: str) -> str:
-        """All that an actor printed, over all its lives."""
+        """All that an actor printed, over all its incarnations."""
         return (self.directory / "logs" / f"{name}.log").read_text()
 
     def logged_s(self, name: str, text: str) -> list[float]:
@@ -137,8 +137,8 @@ class LaunchedRun:
         lines = [line for line in self.log(name).splitlines() if text in line]
         return [datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp() for line in lines]
 
-    def num_lives(self, name: str) -> int:
-        """How many times an actor started."""
+    def num_incarnations(self, name: str) -> int:
+        """Count the starts of an actor."""
         return len(re.findall(rf"---- {name} started, pid \d+ ----", self.log(name)))
 
     def log_tails(self) -> str:
@@ -160,7 +160,7 @@ def shared_memory(pid: int) -> dict[str, Path]:
 
 
 def identity(path: Path) -> tuple[int, int]:
-    """What names a file, also one without a name: device and inode."""
+    """Return device and inode, which identify a file, also one without a name."""
     status = path.stat()
     return status.st_dev, status.st_ino
 

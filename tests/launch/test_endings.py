@@ -1,4 +1,4 @@
-"""How a run ends, by real signals and real failures, and what its report says of it."""
+"""The ends of a run, by real signals and real failures, and what its report says of it."""
 
 import fcntl
 import json
@@ -68,8 +68,8 @@ def test_the_first_ctrl_c_saves_and_the_second_ends_the_run_at_once(run: Launche
 def test_a_crash_loop_names_the_culprit_and_its_last_lines(run: LaunchedRun) -> None:
     run.start("supervision.max_restarts=1")
     run.wait_until((run.directory / "logs" / "target-0.log").exists)
-    for life in (1, 2):
-        run.wait_until(lambda life=life: run.log("target-0").count("model loaded") == life)  # type: ignore[misc]
+    for incarnation in (1, 2):
+        run.wait_until(lambda number=incarnation: run.log("target-0").count("model loaded") == number)  # type: ignore[misc]
         os.kill(run.pid("target-0"), signal.SIGKILL)
     assert run.end() == 1
     reason = "target-0 ended 2 times within 60 s, last with signal SIGKILL"
