@@ -103,6 +103,7 @@ def _run_start_all(arguments: list[str], cwd: Path, stdout: Path, stderr: Path, 
     subprocess.Popen = _start_process  # type: ignore[misc, assignment]
     for signum in ignored:
         signal.signal(signum, signal.SIG_IGN)
+    sys.modules.pop("launch.start_all")  # or runpy warns that it is imported already
     _run_module("launch.start_all", arguments, cwd)
 
 
