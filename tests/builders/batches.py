@@ -15,12 +15,8 @@ from services.drafter.model.visibility import BlockAnchors
 VOCAB_SIZE, HIDDEN_SIZE, NUM_TAPS, BLOCK_SIZE, MASK_TOKEN = 32, 32, 2, 4, 31
 
 
-def make_config(
-    layer_types: list[Any] | None = None, sliding_window: int = 5, dtype: Any = "float32", head_dim: int = 8, **train: Any
-) -> Config:
-    """Two taps of a target with 4 heads; one draft layer per entry of `layer_types`."""
-    layer_types = layer_types or ["sliding_attention", "full_attention"]
-    shape = TargetShape(
+def make_shape(head_dim: int) -> TargetShape:
+    return TargetShape(
         model_type="qwen3",
         vocab_size=VOCAB_SIZE,
         hidden_size=HIDDEN_SIZE,
@@ -34,6 +30,13 @@ def make_config(
         max_position_embeddings=512,
         tie_word_embeddings=False,
     )
+
+
+def make_config(
+    layer_types: list[Any] | None = None, sliding_window: int = 5, dtype: Any = "float32", head_dim: int = 8, **train: Any
+) -> Config:
+    """Two taps of a target with 4 heads; one draft layer per entry of `layer_types`."""
+    layer_types = layer_types or ["sliding_attention", "full_attention"]
     draft = DraftConfig(
         num_layers=len(layer_types),
         block_size=BLOCK_SIZE,
@@ -56,7 +59,7 @@ def make_config(
         targets=TargetsConfig(devices=["cpu"]),
         drafters=ActorsConfig(devices=["cpu"]),
         train=TrainConfig(**{"anchors_per_batch": 16, **train}),
-        target_shape=shape,
+        target_shape=make_shape(head_dim),
     )
 
 

@@ -29,6 +29,22 @@ LENGTHS = np.array([3, 8, 5, 7, 2, 8, 6, 4, 1, 5, 8], np.int32)
 EVAL_LENGTHS = np.array([4, 7, 8], np.int32)
 
 
+SHAPE = TargetShape(
+    model_type="qwen3",
+    hidden_size=8,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=4,
+    intermediate_size=16,
+    vocab_size=32,
+    rms_norm_eps=1e-6,
+    rope_theta=1e4,
+    max_position_embeddings=64,
+    tie_word_embeddings=False,
+)
+
+
 def make_config(
     *,
     num_targets: int = 1,
@@ -43,20 +59,6 @@ def make_config(
     every_steps: int = 0,
 ) -> Config:
     """A configuration with no model and no data behind it."""
-    shape = TargetShape(
-        model_type="qwen3",
-        hidden_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=4,
-        intermediate_size=16,
-        vocab_size=32,
-        rms_norm_eps=1e-6,
-        rope_theta=1e4,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-    )
     return Config(
         seed=seed,
         model=ModelConfig(path="none", random_init=True),
@@ -73,7 +75,7 @@ def make_config(
         targets=TargetsConfig(devices=["cpu"] * num_targets),
         drafters=ActorsConfig(devices=["cpu"] * num_drafters),
         evaluation=EvaluationConfig(every_steps=every_steps),
-        target_shape=shape,
+        target_shape=SHAPE,
     )
 
 

@@ -36,7 +36,7 @@ NUM_DECODED = 12
 
 
 FULL = pytest.param([], 1.2, 0.15, marks=pytest.mark.full_demo, id="full")
-SHORT = pytest.param(["--set", "plan.epochs=2"], 1.05, 0.0, id="two epochs")
+SHORT = pytest.param(["--set", "plan.epochs=2"], 1.1, 0.02, id="two epochs")
 
 
 @pytest.mark.real_model
