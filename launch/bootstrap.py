@@ -1,8 +1,9 @@
-"""The virtual environment of the checkout, made with nothing but Python's standard library.
+"""Make the virtual environment of the checkout with nothing but Python's standard library.
 
     python3 -m launch.bootstrap docker/requirements-cpu.txt --no-deps docker/requirements-demo.txt
 
-installs what has changed into `.venv` and prints the path of its Python.
+installs the requirement files that changed into `.venv` and prints the path of its Python. Exit code 1: the message of
+the failed command stands before.
 """
 
 from __future__ import annotations  # an older Python must get as far as the message below
@@ -28,10 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def ensure(root: Path, requirements: list[Path], no_deps: list[Path]) -> Path:
     """Return the Python of `root`/.venv after installing the requirement files that it does not hold yet.
 
-    Args:
-        root: the checkout; a broken or half-made `.venv` in it is replaced.
-        requirements: installed together with what they depend on.
-        no_deps: installed as listed.
+    A broken or half-made environment is replaced. The files of `no_deps` are installed without dependencies.
 
     Raises:
         SystemExit: the environment could not be made or pip failed; their own messages were shown.
@@ -51,7 +49,7 @@ def ensure(root: Path, requirements: list[Path], no_deps: list[Path]) -> Path:
 
 @contextmanager
 def _locked(root: Path) -> Iterator[None]:
-    """One installer at a time; the lock is on the folder itself and goes with the process."""
+    """Let one process install at a time; the lock is on the folder itself and ends with the process."""
     folder = os.open(root, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)

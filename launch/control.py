@@ -25,6 +25,7 @@ import zmq
 from rich.console import Console
 from rich.live import Live
 
+from common import wire
 from common.errors import HeadraceError
 from common.run_dir import control_path, log_path, report_path
 from launch.arguments import EXIT_DONE, EXIT_FAILED, make_parser, run_command
@@ -41,7 +42,7 @@ _WIDTH = 160  # where the output is no terminal
 
 
 class NoRunError(HeadraceError):
-    """There is no such run, or more than one."""
+    """No such run, or more than one."""
 
 
 class NoAnswerError(HeadraceError):
@@ -60,7 +61,7 @@ class Operator:
 
     def ask(self, request: Request) -> Reply:
         """Return the answer; NoAnswerError where the supervisor refuses or is silent."""
-        self._socket.send(control_messages.encode(request))
+        self._socket.send(wire.encode(request))
         if not self._socket.poll(int(_ANSWER_S * 1000)):
             raise NoAnswerError(f"{self._run_dir}: no answer from its supervisor within {_ANSWER_S:g} s")
         reply = control_messages.decode_reply(self._socket.recv())

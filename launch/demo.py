@@ -1,7 +1,8 @@
-"""The whole pipeline on a real small model, on CPU: `python3 -m launch.demo`.
+"""Run the whole pipeline on a real small model, on CPU: `python3 -m launch.demo`.
 
 Every stage is a command that a person could type; it is printed before it runs.
 The model, the conversations and the prepared data are kept in `~/.cache/headrace` and made once.
+Exit codes: 0 done, else that of the first stage that failed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stage(NamedTuple):
-    """A module to run. One with results is skipped while they are there, made by the same command."""
+    """A command to run. One with results is skipped while they exist and the same command made them."""
 
     module: str
     arguments: list[str]
@@ -33,12 +34,12 @@ class Stage(NamedTuple):
 
     @property
     def command(self) -> list[str]:
-        """What a person would type after `python`."""
+        """Words that a person would type after `python`."""
         return ["-m", self.module, *self.arguments]
 
 
 def plan(cache: Path, run_dir: Path) -> list[Stage]:
-    """The stages in order; the last two make a run and show a sample of it."""
+    """List the stages in order; the last two make a run and show a sample of it."""
     model, data = cache / "smollm2-135m-instruct", cache / "demo"
     answers, train, held_out = data / "conversations.jsonl", data / "train", data / "eval"
     regenerate = ["--model", model, "--prompts", PROMPTS, "--out", answers, "--max-new-tokens", 48, "--batch-size", 32]
@@ -59,7 +60,7 @@ def run(stages: list[Stage], python: Path, marks: Path) -> int:
     Args:
         marks: a folder with a file per finished stage, holding its command; written after the results.
     """
-    remake = False  # whatever follows a remade stage is remade too
+    remake = False  # the stages after one that ran again run again too
     for stage in stages:
         mark = marks / f"{stage.module}.done"
         remake = remake or not _is_done(stage, mark)
@@ -90,7 +91,7 @@ def _remove(path: Path) -> None:
 
 
 def _run_shown(command: list[str]) -> int:
-    """Run one command in a process group of its own, so that a Ctrl-C reaches it once: through us."""
+    """Run one command in a process group of its own, so that a Ctrl-C reaches it once: through this process."""
     signals: SimpleQueue[int] = SimpleQueue()
     heeded = [signum for signum in PASSED_ON if signal.getsignal(signum) != signal.SIG_IGN]  # nohup ignores one
     before = {signum: signal.signal(signum, lambda signum, _frame: signals.put(signum)) for signum in heeded}

@@ -1,4 +1,4 @@
-"""Shows what a drafter is worth: the same answers decoded plainly and with drafts, by the whole target.
+"""Measure a drafter: decode the same answers plainly and with drafts, by the whole target.
 
     python -m launch.evaluate RUN [--prompt TEXT | --prompts FILE ...] [--num-prompts N] [--out DIR]
     python -m launch.evaluate --model DIR --draft DIR --prompts gsm8k.jsonl --prompts mt-bench.jsonl --device cuda:0
@@ -6,28 +6,28 @@
 Takes `<run>/export`, or the drafter of --draft, in any layout that services/drafter/folder/layouts.py knows. Prompts are a
 typed message, files in the forms of launch/data/prompts.py (a row's `category`, else the name of the file), or held-out
 samples of the run; then the acceptance on all of them is counted first, exactly as in training and without decoding.
---out writes evaluation.json and acceptance.png.
-Exit code 0: the same tokens, or answers were sampled; 1: other tokens, ties included; 2: something is missing.
+--out writes evaluation.json.
+Exit code 0: the same tokens, or answers were sampled; 1: other tokens, ties included; 2: something is missing or unsupported.
 """
 
 import argparse
 import sys
-import textwrap
 from collections import Counter
-from collections.abc import Iterator
 from importlib.metadata import version
-from itertools import zip_longest
 from pathlib import Path
 
 import torch
+from rich import box
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from common import config as configuration
-from common.config import Config, DType
+from common.config import Config
 from common.errors import DataError
 from common.run_dir import EXPORT
-from launch.acceptance_picture import draw_acceptance
 from launch.arguments import parse_device, run_command
 from launch.data.chat import load_tokenizer
 from launch.decoding.answer import Decoding, Limits
@@ -42,7 +42,7 @@ from launch.operate.report import describe_evaluation
 from launch.prepare import parse_setting
 from services.drafter.folder.drafter_folder import load_drafter
 
-COLUMN_WIDTH = 56
+_WIDTH, _ANSWER_WIDTH = 160, 56  # of tables, whatever the terminal; longer lines are wrapped by the terminal
 
 
 def evaluate(config: Config, drafter: Path, cases: list[Case], left_out: Counter[str], options: argparse.Namespace) -> Report:
@@ -51,8 +51,8 @@ def evaluate(config: Config, drafter: Path, cases: list[Case], left_out: Counter
     Args:
         config: of the target and the draft model.
         drafter: the folder of the drafter.
-        cases: what to decode.
-        left_out: why rows of prompt files are no cases; what turns out to be impossible is counted with it.
+        cases: to decode.
+        left_out: why rows of prompt files are no cases; turns that cannot be decoded are counted with them.
         options: the command line.
 
     Raises:
@@ -60,15 +60,17 @@ def evaluate(config: Config, drafter: Path, cases: list[Case], left_out: Counter
     """
     pair, tokenizer = load_pair(config, drafter, options.device), find_tokenizer(config)
     ends = stop_tokens(pair.target) | ({tokenizer.eos_token_id} if tokenizer and tokenizer.eos_token_id is not None else set())
-    limits = Limits(options.max_new_tokens, ends, Sampling(options.temperature, options.top_p))
-    comparison = Comparison(pair, limits, options.seed)
+    comparison = Comparison(
+        pair, Limits(options.max_new_tokens, ends, Sampling(options.temperature, options.top_p)), options.seed
+    )
     if options.device.type == "cuda":
         comparison.warm_up()
     turns: list[Turn] = []
     with tqdm(total=len(cases), unit="prompt", disable=None) as progress:
         for turn in comparison.run(cases):
             if len(turns) < options.show:
-                tqdm.write(describe(turn, tokenizer))
+                with tqdm.external_write_mode():
+                    _print(describe(turn, tokenizer))
             turns.append(turn)
             progress.update(turn.number == 0)
     left_out += comparison.left_out
@@ -92,7 +94,7 @@ def describe_held_out(config: Config, drafter: Path, device: torch.device) -> li
 
 
 def setup_of(config: Config, drafter: Path, pair: Pair, options: argparse.Namespace) -> Setup:
-    """What is measured, and how."""
+    """Return the part of the report that says what was measured."""
     return Setup(
         target=Path(config.model.path).name,
         drafter=drafter.absolute().name,
@@ -108,7 +110,7 @@ def setup_of(config: Config, drafter: Path, pair: Pair, options: argparse.Namesp
 
 
 def choose_cases(config: Config, options: argparse.Namespace) -> tuple[list[Case], Counter[str]]:
-    """What the command line asks for, and what is wrong with other rows of the prompt files."""
+    """Return the cases of the command line, and why other rows of the prompt files are none."""
     unusable: Counter[str] = Counter()
     folder, settings = Path(config.model.path).expanduser(), dict(options.template_set)
     if options.prompt is not None:
@@ -120,7 +122,7 @@ def choose_cases(config: Config, options: argparse.Namespace) -> tuple[list[Case
 
 
 def find_tokenizer(config: Config) -> PreTrainedTokenizerBase | None:
-    """The target's tokenizer; None for a made-up target, which has none."""
+    """Load the target's tokenizer; a made-up target has none."""
     folder = Path(config.model.path).expanduser()
     if not (folder / "tokenizer_config.json").is_file():
         return None
@@ -128,34 +130,26 @@ def find_tokenizer(config: Config) -> PreTrainedTokenizerBase | None:
     return tokenizer
 
 
-def describe(turn: Turn, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """Return a heading and both answers side by side."""
-    columns = side_by_side(show(turn.plain, tokenizer), show(turn.speculative, tokenizer))
-    which = f", turn {turn.number}" if turn.number else ""
-    return f"\n{turn.case.name}{which}, {len(turn.prompt)} tokens\n{columns}\n"
+def describe(turn: Turn, tokenizer: PreTrainedTokenizerBase | None) -> Table:
+    """Return both answers in two columns, as text, or as token ids where there is no tokenizer."""
+
+    def show(decoding: Decoding) -> Text:
+        return Text(str(tokenizer.decode(decoding.tokens)) if tokenizer else " ".join(map(str, decoding.tokens)))
+
+    number = f", turn {turn.number}" if turn.number else ""
+    columns = (Column(name, width=_ANSWER_WIDTH, overflow="fold") for name in ("plain", "speculative"))
+    title = Text(f"\n{turn.case.name}{number}, {len(turn.prompt)} tokens")
+    table = Table(*columns, title=title, title_justify="left", box=box.MINIMAL, show_edge=False, pad_edge=False)
+    table.add_row(show(turn.plain), show(turn.speculative))
+    return table
 
 
-def show(decoding: Decoding, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """The text of an answer, or its token ids where there is no tokenizer."""
-    if tokenizer is None:
-        return " ".join(map(str, decoding.tokens))
-    return str(tokenizer.decode(decoding.tokens))
-
-
-def side_by_side(left: str, right: str) -> str:
-    """Two columns under their headings, long lines wrapped."""
-    rows = zip_longest(_column("plain", left), _column("speculative", right), fillvalue="")
-    return "\n".join(f"{a:{COLUMN_WIDTH}} | {b}".rstrip() for a, b in rows)
-
-
-def _column(heading: str, text: str) -> Iterator[str]:
-    yield from (heading, "-" * COLUMN_WIDTH)
-    for line in text.expandtabs().splitlines():
-        yield from textwrap.wrap(line, COLUMN_WIDTH, replace_whitespace=False) or [""]
+def _print(table: Table) -> None:
+    Console(width=_WIDTH, highlight=False).print(table)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("run", type=Path, nargs="?", metavar="RUN", help="run directory")
@@ -174,7 +168,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--dtype", choices=["float32", "bfloat16"], help="of both models (default: the run's, or float32 on a CPU)")
     add("--threads", type=int, default=2, metavar="N", help="of the CPU (default: %(default)s)")
     add("--show", type=int, default=3, metavar="N", help="answers to print (default: %(default)s)")
-    add("--out", type=Path, metavar="DIR", help="write evaluation.json and acceptance.png")
+    add("--out", type=Path, metavar="DIR", help="write evaluation.json")
     arguments = parser.parse_args(argv)
     _check(parser, arguments)
     return arguments
@@ -196,9 +190,9 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
 
 
 def _configure(options: argparse.Namespace) -> tuple[Config, Path]:
-    """The configuration, and where the drafter is."""
+    """Return the configuration, and the drafter's folder."""
     if options.run is None:
-        dtype: DType = options.dtype or ("float32" if options.device.type == "cpu" else "bfloat16")
+        dtype = options.dtype or ("float32" if options.device.type == "cpu" else "bfloat16")
         return config_of_folders(options.model.expanduser(), options.draft.expanduser(), dtype), options.draft.expanduser()
     config = configuration.read(options.run)
     drafter = options.draft.expanduser() if options.draft else options.run / EXPORT
@@ -212,10 +206,11 @@ def _evaluate(options: argparse.Namespace) -> int:
     if options.prompt is None and not options.prompts:
         print("\n".join(describe_held_out(config, drafter, options.device)))
     report = evaluate(config, drafter, cases, unusable, options)
-    print("\n".join(report.lines()))
+    print()
+    _print(report.table())
+    print("\n" + "\n".join(report.lines()))
     if options.out:
         report.write(options.out)
-        draw_acceptance(report, options.out / "acceptance.png")
     return 0 if report.is_same else 1
 
 

@@ -1,9 +1,9 @@
-"""Conversations to prepared data sets: token ids, and a mask of what the assistant said.
+"""Turn conversations into prepared data sets: token ids, and a mask of the assistant's answers.
 
     python -m launch.prepare --model DIR --input conversations.jsonl --out DIR --eval-out DIR --eval-samples 24
 
-Files: JSON lines, JSON, Parquet, Arrow, plain or gzip, folders of these, folders of Hugging Face datasets; see
-launch/data/conversations.py for what a row may hold. The last rows kept of each data set are held out, in equal shares.
+Files: JSON lines, JSON, Parquet, Arrow, plain or compressed, folders of these, folders of Hugging Face datasets; see
+launch/data/conversations.py for the forms of a row. The last rows kept of each data set are held out, in equal shares.
 A data set that is there is refused, or replaced in one piece with `--overwrite`.
 """
 
@@ -23,7 +23,7 @@ from common.data.writer import DatasetWriter
 from common.errors import DataError
 from common.target_shape import read_vocab_size
 from launch.arguments import run_command
-from launch.data.conversion import Settings, Workers
+from launch.data.conversion import Convert, Settings, open_workers
 from launch.data.inputs import Input, find_files, find_skipped, parse_input, read_chunks
 from launch.data.rules import Limits, Tally, format_report
 from launch.data.selection import Duplicates, Selection, share_out
@@ -33,28 +33,27 @@ _BYTES_PER_WORKER = 16 << 20  # a worker costs seconds to start
 
 
 class Preparation:
-    """Reads every input once, writes the samples for training, keeps those held out."""
+    """Reads every input once, yields the samples for training, keeps those held out."""
 
-    def __init__(self, workers: Workers, sources: list[Input], num_held_out: int) -> None:
+    def __init__(self, sources: list[Input], num_held_out: int) -> None:
         self.tally = Tally()
         self.held_out: list[Sample] = []
         self.rows_per_input: list[dict[str, Any]] = []
-        self._workers = workers
+        self.num_bytes = sum(file.stat().st_size for source in sources for file in find_files(source.path))
         self._sources = sources
         self._shares = share_out(num_held_out, len(sources))
         self._duplicates = Duplicates()
 
-    def read(self) -> Iterator[Sample]:
-        """The samples for training, in the order of the inputs and their rows. DataError for a damaged file."""
-        num_bytes = sum(file.stat().st_size for source in self._sources for file in find_files(source.path))
-        with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="preparing") as progress:
+    def read(self, convert: Convert) -> Iterator[Sample]:
+        """Yield the samples for training, in the order of the inputs and their rows. DataError for a damaged file."""
+        with tqdm(total=self.num_bytes, unit="B", unit_scale=True, desc="preparing") as progress:
             for source, share in zip(self._sources, self._shares, strict=True):
-                yield from self._read_input(source, share, progress)
+                yield from self._read_input(source, share, convert, progress)
 
-    def _read_input(self, source: Input, share: int, progress: "tqdm[Any]") -> Iterator[Sample]:
+    def _read_input(self, source: Input, share: int, convert: Convert, progress: "tqdm[Any]") -> Iterator[Sample]:
         selection = Selection(source, share)
         num_rows = self.tally.num_rows_in
-        for converted in self._workers.convert(read_chunks(source)):
+        for converted in convert(read_chunks(source)):
             for outcome in converted.outcomes:
                 outcome, copies = selection.weigh(self._duplicates.remove(outcome))
                 self.tally.count(outcome)
@@ -66,51 +65,42 @@ class Preparation:
         rows = {"rows_in": self.tally.num_rows_in - num_rows, "rows_usable": selection.num_rows}
         self.rows_per_input.append({"name": source.path.name, **rows, "weight": source.weight})
 
+    def report(self, written: dict[str, int]) -> bytes:
+        """Return the content of report.json."""
+        report = self.tally.as_json() | {"inputs": self.rows_per_input, "written": written}
+        return json.dumps(report, indent=2).encode() + b"\n"
 
-def prepare(preparation: Preparation, outs: dict[str, Path], model: Path, num_held_out: int, *, overwrite: bool) -> None:
+
+def prepare(preparation: Preparation, convert: Convert, arguments: argparse.Namespace) -> None:
     """Write the data sets; each appears complete or not at all, and the table as report.json beside the first.
 
     Raises:
         DataError: an input is unreadable, or no row is left for training.
     """
+    model = arguments.model.expanduser()
     source = {"made_by": "launch.prepare", "model": str(model), "vocabulary": fingerprint_vocabulary(model)}
-    sources = {split: source | {"split": split} for split in outs}
+    outs = {"train": arguments.out} | ({"eval": arguments.eval_out} if arguments.eval_out else {})
     with ExitStack() as stack:
-        writers = {split: stack.enter_context(DatasetWriter(outs[split], sources[split], replace=overwrite)) for split in outs}
-        for sample in preparation.read():
+        writers = {
+            split: stack.enter_context(DatasetWriter(out, source | {"split": split}, replace=arguments.overwrite))
+            for split, out in outs.items()
+        }
+        for sample in preparation.read(convert):
             writers["train"].add(*sample)
         if not writers["train"].num_samples:
             kept = f"{preparation.tally.num_samples} samples of {preparation.tally.num_rows_kept}"
-            raise DataError(f"--input: needed at least {num_held_out + 1} usable rows, found {kept}")
+            raise DataError(f"--input: needed at least {arguments.eval_samples + 1} usable rows, found {kept}")
         for sample in preparation.held_out:
             writers["eval"].add(*sample)
-        writers["train"].attach("report.json", json.dumps(make_report(preparation, writers), indent=2).encode() + b"\n")
+        written = {split: writer.num_samples for split, writer in writers.items()}
+        writers["train"].attach("report.json", preparation.report(written))
 
 
-def make_report(preparation: Preparation, writers: dict[str, DatasetWriter]) -> dict[str, Any]:
-    """What `report.json` says."""
-    written = {split: writer.num_samples for split, writer in writers.items()}
-    return preparation.tally.as_json() | {"inputs": preparation.rows_per_input, "written": written}
-
-
-def check_outs(outs: dict[str, Path]) -> None:
+def check_outs(out: Path, eval_out: Path | None) -> None:
     """Raise DataError where one data set would lie in the other."""
-    train, held_out = outs["train"].resolve(), outs.get("eval", Path()).resolve()
-    if "eval" in outs and (train.is_relative_to(held_out) or held_out.is_relative_to(train)):
-        raise DataError(f"--eval-out: needed a folder neither in --out nor around it, found {outs['eval']} and {outs['train']}")
-
-
-def report_skipped(sources: list[Input]) -> None:
-    """Name the files that are not read on stderr."""
-    for source in sources:
-        for file in find_skipped(source.path):
-            print(f"not read: {file}", file=sys.stderr)
-
-
-def count_workers(sources: list[Input]) -> int:
-    """One per core, fewer for small inputs."""
-    num_bytes = sum(file.stat().st_size for source in sources for file in find_files(source.path))
-    return min(len(os.sched_getaffinity(0)), 1 + num_bytes // _BYTES_PER_WORKER)
+    train, held_out = out.resolve(), (eval_out or out).resolve()
+    if eval_out and (train.is_relative_to(held_out) or held_out.is_relative_to(train)):
+        raise DataError(f"--eval-out: needed a folder neither in --out nor around it, found {eval_out} and {out}")
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
@@ -125,7 +115,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", type=Path, required=True, metavar="DIR", help="the target: its tokenizer is used")
@@ -150,13 +140,14 @@ def _prepare(arguments: argparse.Namespace) -> None:
     model = arguments.model.expanduser()
     limits = Limits(read_vocab_size(model), arguments.max_length, arguments.truncate)
     settings = Settings(model, arguments.template, dict(arguments.template_set), limits, arguments.assistant_role)
-    outs = {"train": arguments.out} | ({"eval": arguments.eval_out} if arguments.eval_out else {})
-    check_outs(outs)
-    report_skipped(arguments.input)
-    with Workers(settings, arguments.workers or count_workers(arguments.input)) as workers:
-        preparation = Preparation(workers, arguments.input, arguments.eval_samples)
+    check_outs(arguments.out, arguments.eval_out)
+    for file in (file for source in arguments.input for file in find_skipped(source.path)):
+        print(f"not read: {file}", file=sys.stderr)
+    preparation = Preparation(arguments.input, arguments.eval_samples)
+    num_workers = min(len(os.sched_getaffinity(0)), 1 + preparation.num_bytes // _BYTES_PER_WORKER)
+    with open_workers(settings, arguments.workers or num_workers) as convert:
         try:
-            prepare(preparation, outs, model, arguments.eval_samples, overwrite=arguments.overwrite)
+            prepare(preparation, convert, arguments)
         finally:
             print(format_report(preparation.tally.as_json()), flush=True)
 

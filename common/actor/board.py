@@ -1,10 +1,9 @@
 """The notice board: one record per actor in shared memory, written by that actor only.
 
-    | the supervisor's word: the life of the drafters' group | record of actor 0 | record of actor 1 | ...
+    | number of the drafters' group, written by the supervisor | record of actor 0 | record of actor 1 | ...
 
-The supervisor reads progress and figures from it without asking, so it can show and judge an actor
-that no longer answers. Drafters read from it which life of their group is the current one, and who
-has come to it.
+The supervisor reads progress and figures without a message, so it can show and judge an actor that no longer
+answers. Drafters read the number of the current group and which drafters have joined it.
 """
 
 import enum
@@ -18,28 +17,11 @@ import numpy as np
 from common.errors import SharedMemoryError
 from common.ring import memory
 
-_RECORD = np.dtype(
-    [
-        ("pid", "<i8"),
-        ("phase", "<i8"),
-        ("progress_s", "<f8"),
-        ("step", "<i8"),
-        ("num_steps", "<i8"),
-        ("num_batches", "<i8"),
-        ("num_tokens", "<i8"),
-        ("waiting_s", "<f8"),
-        ("loss", "<f8"),
-        ("acceptance", "<f8"),
-        ("group", "<i8"),
-        ("in_collective", "<i8"),
-        ("num_skipped", "<i8"),
-    ]
-)
 _HEAD_BYTES = 128
 
 
 class Phase(enum.IntEnum):
-    """How far an incarnation is."""
+    """Phases of an incarnation, in order."""
 
     STARTING = 0
     WARMING_UP = 1
@@ -59,18 +41,20 @@ class Notice(NamedTuple):
     waiting_s: float
     loss: float
     acceptance: float
-    group: int  # the life of the drafters' group that this drafter has come to
+    group: int  # number of the group that this drafter has joined
     in_collective: bool  # it waits for other drafters
     num_skipped: int = 0  # steps of the run that were not finite and left the weights alone
 
 
+_RECORD = np.dtype([(name, "<f8" if kind is float else "<i8") for name, kind in Notice.__annotations__.items()])
+
+
 def board_bytes(num_actors: int) -> int:
-    """Size of the board memory of a run."""
     return memory.round_up(_HEAD_BYTES + num_actors * _RECORD.itemsize, memory.PAGE_BYTES)
 
 
 class Board:
-    """All records, to read; what changes others' words is the supervisor's to call."""
+    """All records, to read. Only the supervisor calls the methods that write."""
 
     def __init__(self, fd: int, num_actors: int) -> None:
         mapping = memory.attach(fd)
@@ -81,50 +65,49 @@ class Board:
 
     @property
     def group(self) -> int:
-        """The current life of the drafters' group; a new one starts with every death among them."""
+        """The number of the current group of drafters; every death among them starts a new group."""
         return int(self._group[0])
 
-    def start_group(self, life: int) -> None:
-        """Call the drafters together for a new life of their group."""
-        self._group[0] = life
+    def start_group(self, number: int) -> None:
+        """Call the drafters together for a new group."""
+        self._group[0] = number
 
-    def read(self, place: int) -> Notice:
-        """The record of one actor; figures may be of two neighbouring moments."""
-        values = self._records[place].item()
-        return Notice._make([values[0], Phase(values[1]), *values[2:11], bool(values[11]), *values[12:]])
+    def read(self, index: int) -> Notice:
+        """Read the record of one actor; figures may be of two neighbouring moments."""
+        notice = Notice._make(self._records[index].item())
+        return notice._replace(phase=Phase(notice.phase), in_collective=bool(notice.in_collective))
 
-    def wipe(self, place: int) -> None:
-        """Clear the record before the actor's next life starts."""
-        self._records[place] = np.zeros((), _RECORD)
-        self._records["progress_s"][place] = time.monotonic()
+    def wipe(self, index: int) -> None:
+        """Clear the record before the actor's next incarnation starts."""
+        self._records[index] = np.zeros((), _RECORD)
+        self._records["progress_s"][index] = time.monotonic()
 
 
 class Notices:
-    """An actor's side: its own record, to write."""
+    """An actor's own record, to write."""
 
-    def __init__(self, fd: int, place: int, pid: int) -> None:
+    def __init__(self, fd: int, index: int, pid: int) -> None:
         self._record = np.frombuffer(
-            memoryview(memory.attach(fd)), _RECORD, count=1, offset=_HEAD_BYTES + place * _RECORD.itemsize
+            memoryview(memory.attach(fd)), _RECORD, count=1, offset=_HEAD_BYTES + index * _RECORD.itemsize
         )
         self._record["pid"] = pid
         self.progress()
 
     def progress(self) -> None:
-        """Say that the actor is alive: called where the main loop passes, also while it waits."""
+        """Say that the actor is alive; the main loop calls it in every turn, also while it waits."""
         self._record["progress_s"] = time.monotonic()
 
     def phase(self, phase: Phase) -> None:
-        """Say how far this incarnation is."""
         self._record["phase"] = phase
         self.progress()
 
-    def come_to_group(self, life: int) -> None:
-        """Say to which life of the group this drafter has come."""
-        self._record["group"] = life
+    def come_to_group(self, number: int) -> None:
+        """Say which group this drafter has joined."""
+        self._record["group"] = number
 
     @contextmanager
     def collective(self) -> Iterator[None]:
-        """Say for the time of the block that this drafter waits for the others: not its own silence."""
+        """Say during the block that this drafter waits for the others, so its silence is not held against it."""
         self._record["in_collective"] = 1
         try:
             yield
@@ -141,10 +124,8 @@ class Notices:
 
     def show_step(self, step: int, num_steps: int, loss: float, num_skipped: int = 0) -> None:
         """Show the optimizer step, its loss, and how many steps of the run were skipped."""
-        self._record["num_skipped"] = num_skipped
-        self._record["step"] = step
-        self._record["num_steps"] = num_steps
-        self._record["loss"] = loss
+        self._record["step"], self._record["num_steps"] = step, num_steps
+        self._record["loss"], self._record["num_skipped"] = loss, num_skipped
 
     def show_acceptance(self, acceptance: float) -> None:
         """Show the latest exact greedy acceptance length."""

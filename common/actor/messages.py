@@ -1,7 +1,7 @@
-"""Every message of the system: msgpack on the wire, typed here, one union per direction.
+"""Every message between actors and exchange, one union per direction; common/wire.py is the codec.
 
-An actor asks, the exchange answers. Every request may be sent again until it is answered and has
-the same effect however often it arrives. An answer to Work or Next may take as long as it takes.
+An actor sends requests, the exchange replies. Every request may be sent again until a reply arrives, and has the
+same effect however often it arrives. A reply to Work or Next may take any time.
 
     actor                    exchange
       Hello        ->          Welcome
@@ -13,19 +13,21 @@ the same effect however often it arrives. An answer to Work or Next may take as 
     anything else  ->          Refused
 """
 
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 1
-MAX_REQUEST_BYTES = 1 << 20  # far above the longest, a Work whose target holds all slots; more ends the connection
-MAX_WAITING_REQUESTS = 64  # of one connection; the next ones stay with their sender
+from common import wire
+from common.errors import ProtocolError
+
+PROTOCOL_VERSION = 2
 BatchKind = Literal["train", "eval"]
 Word = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # fits the slot table
 
 
 class Incarnation(msgspec.Struct, frozen=True):
-    """One life of an actor."""
+    """One process of an actor, from start to end."""
 
     role: str
     index: int
@@ -33,20 +35,20 @@ class Incarnation(msgspec.Struct, frozen=True):
     start_time: Word  # clock ticks since boot, field 22 of /proc/PID/stat
 
     @property
-    def place(self) -> tuple[str, int]:
-        """What all lives of the actor have in common."""
+    def actor(self) -> tuple[str, int]:
+        """Role and index, which all incarnations of the actor share."""
         return self.role, self.index
 
 
 class Held(msgspec.Struct, frozen=True):
-    """A slot that a target was leased and whose SlotReady has not been answered yet."""
+    """A slot leased to a target whose SlotReady has no reply yet."""
 
     slot: int
     generation: int
 
 
 class BatchInfo(msgspec.Struct, frozen=True):
-    """What the plan says of a batch."""
+    """The plan's record of a batch."""
 
     batch: int  # number in the run's one sequence
     kind: BatchKind
@@ -56,13 +58,13 @@ class BatchInfo(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """First words of an incarnation: what it held in its former life is reclaimed."""
+    """First message of an incarnation: slots of the actor's earlier incarnations are reclaimed."""
 
     protocol: int
 
 
 class Work(msgspec.Struct, frozen=True, tag=True):
-    """A target asks for a slot to fill."""
+    """A target requests a slot to fill."""
 
     held: list[Held]
 
@@ -75,13 +77,13 @@ class SlotReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class Next(msgspec.Struct, frozen=True, tag=True):
-    """A drafter asks for a batch; it has no more need of its earlier ones."""
+    """A drafter requests a batch; it needs none of its earlier batches any more."""
 
     batch: int
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """A drafter has copied a slot out; `intact` is false where the checksum was wrong."""
+    """A drafter has copied a slot out; `intact` is false if the checksum was wrong."""
 
     slot: int
     generation: int
@@ -119,7 +121,7 @@ class Lease(msgspec.Struct, frozen=True, tag=True):
     generation: int
     info: BatchInfo
     sample_ids: list[int]
-    lacked: Literal["slot", "work"] = "work"  # what the target waited for, if it had to wait
+    lacked: Literal["slot", "work"] = "work"  # the reason for the target's wait, if it had to wait
 
 
 class Grant(msgspec.Struct, frozen=True, tag=True):
@@ -131,21 +133,21 @@ class Grant(msgspec.Struct, frozen=True, tag=True):
 
 
 class NoBatch(msgspec.Struct, frozen=True, tag=True):
-    """The place is padding: the rank takes part in the step with nothing of its own."""
+    """No batch for this rank in this step (the last step is padded); join the collective with zero gradients."""
 
     info: BatchInfo
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
-    """The sequence has no such batch: it is over."""
+    """The sequence ends before this batch."""
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """It is so, whether by this request or by an earlier copy of it."""
+    """The request is applied, now or by an earlier copy of it."""
 
 
 class Stale(msgspec.Struct, frozen=True, tag=True):
-    """The right to that slot is gone; the request changed nothing."""
+    """The sender no longer has the right to that slot; the request changed nothing."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -159,7 +161,7 @@ ReplyBody = Welcome | Lease | Grant | NoBatch | Finished | Done | Stale | Refuse
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What travels to the exchange; `id` rises within an incarnation."""
+    """A frame to the exchange; `id` rises within an incarnation."""
 
     id: int
     sender: Incarnation
@@ -167,7 +169,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """What travels back; `id` is the request's."""
+    """A frame from the exchange; `id` is the request's."""
 
     id: int
     body: ReplyBody
@@ -177,15 +179,14 @@ class _Numbered(msgspec.Struct):
     id: int
 
 
-encode = msgspec.msgpack.Encoder().encode
-decode_request = msgspec.msgpack.Decoder(Request).decode
-decode_reply = msgspec.msgpack.Decoder(Reply).decode
-UNDECODABLE = (msgspec.DecodeError, RecursionError)  # what decoding of arbitrary bytes raises
+decode_request: Callable[[bytes], Request] = wire.decoder(Request)
+decode_reply: Callable[[bytes], Reply] = wire.decoder(Reply)
+_decode_id: Callable[[bytes], _Numbered] = wire.decoder(_Numbered)
 
 
 def find_id(data: bytes) -> int | None:
-    """The id of a message whose rest is wrong, or None where there is no such thing."""
+    """Return the id of a message that is wrong in other fields; None if it has none."""
     try:
-        return msgspec.msgpack.decode(data, type=_Numbered).id
-    except UNDECODABLE:
+        return _decode_id(data).id
+    except ProtocolError:
         return None

@@ -4,14 +4,13 @@
     loss_mask   list<bool>    one bit a token: supervised or not
     length      int32         tokens of the row, read without touching them
     checksum    uint32        of tokens and mask (`row_checksum`), compared whenever a row is read
-    category    string        what kind of prompt it is; "" where nobody said
+    category    string        the kind of prompt, "" for none
 
 Only the first two are needed. Other integers are read too. Shapes: n tokens of one sample.
 """
 
-import bisect
-import itertools
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,8 +30,8 @@ SCHEMA = pa.schema(
         ("category", pa.string()),
     ]
 )
-END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _MAGIC = b"ARROW1"
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 Int32Array = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]
@@ -52,7 +51,7 @@ def row_checksum(sample: Sample) -> int:
 
 
 def to_batch(rows: list[Sample]) -> pa.RecordBatch:
-    """The rows as a record batch of `SCHEMA`."""
+    """Return the rows as a record batch of `SCHEMA`."""
     lengths = np.array([len(row.input_ids) for row in rows], np.int32)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     input_ids = pa.ListArray.from_arrays(offsets, np.concatenate([row.input_ids for row in rows]))
@@ -60,6 +59,20 @@ def to_batch(rows: list[Sample]) -> pa.RecordBatch:
     checksums = pa.array(np.array([row_checksum(row) for row in rows], np.uint32))
     categories = pa.array([row.category for row in rows], pa.string())
     return pa.record_batch([input_ids, loss_mask, pa.array(lengths), checksums, categories], schema=SCHEMA)
+
+
+def map_batches(path: Path) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+    """Map a file of either format. An Arrow, OS or value error where it is no such file, or one cut short."""
+    source = pa.memory_map(str(path))
+    if source.read(len(_MAGIC)) == _MAGIC:
+        reader = pa.ipc.open_file(source)
+        return reader.schema, (reader.get_batch(index) for index in range(reader.num_record_batches))
+    source.seek(max(0, source.size() - len(_END_OF_STREAM)))
+    if source.read() != _END_OF_STREAM:  # pyarrow takes the end of the file for the end of the stream
+        raise ValueError("neither the start of a file nor the end of a stream (cut short?)")
+    source.seek(0)
+    stream = pa.ipc.open_stream(source)
+    return stream.schema, iter(stream)
 
 
 class ArrowFile:
@@ -71,85 +84,71 @@ class ArrowFile:
 
     def __init__(self, path: Path) -> None:
         try:
-            self._batches = _map(path)
-            for batch in self._batches:
-                _check(path, batch)
+            schema, batches = map_batches(path)
+            if not _is_readable(schema):
+                found = ", ".join(f"{field.name} {field.type}" for field in schema)
+                raise DataError(
+                    f"{path}: needed the columns input_ids and loss_mask, lists of integers or bools, found {found}"
+                )
+            names = [name for name in SCHEMA.names if name in schema.names]
+            self._table = pa.Table.from_batches(batches, schema).select(names)
+            self._table.validate(full=True)
         except (OSError, ValueError, pa.ArrowException) as error:
             raise DataError(f"{path}: needed an Arrow IPC file, found: {error}") from error
-        self._ends = list(itertools.accumulate(batch.num_rows for batch in self._batches))
+        if any(self._table[name].null_count for name in self._table.schema.names if name != "category"):
+            raise DataError(f"{path}: needed rows without null, found null")
+        lengths, masks = self._list_lengths("input_ids"), self._list_lengths("loss_mask")
+        if not (np.array_equal(lengths, masks) and np.array_equal(lengths, self.lengths())):
+            raise DataError(f"{path}: needed input_ids and loss_mask of one length, found other lengths")
 
     @property
     def num_rows(self) -> int:
         """Rows of all its record batches."""
-        return self._ends[-1] if self._ends else 0
+        return int(self._table.num_rows)
 
     def lengths(self) -> Int32Array:
         """int32 [num_rows], tokens per row, without touching the tokens."""
-        return np.concatenate([np.zeros(0, np.int32), *map(_lengths, self._batches)])
+        if "length" not in self._table.schema.names:
+            return self._list_lengths("input_ids")
+        lengths: Int32Array = self._table["length"].to_numpy()
+        return lengths
 
     def categories(self) -> list[str]:
-        """The category of every row, "" where there is none, without touching the tokens."""
-        return [category or "" for batch in self._batches for category in _categories(batch)]
+        """Return the category of every row, "" where there is none, without touching the tokens."""
+        return [category or "" for category in self._table["category"].to_pylist()] if self._is_named else [""] * self.num_rows
 
     def find_id_outside(self, vocab_size: int) -> tuple[int, int] | None:
         """Return the row and the id of the first token that is not from 0 to `vocab_size` - 1, or None."""
-        first_row = 0
-        for batch in self._batches:
-            ids = batch.column("input_ids").flatten()
-            extremes = pc.min_max(ids).as_py()
-            if len(ids) and not 0 <= extremes["min"] <= extremes["max"] < vocab_size:
-                values = ids.to_numpy()
-                place = int(np.argmax((values < 0) | (values >= vocab_size)))
-                row = int(np.searchsorted(np.cumsum(_list_lengths(batch, "input_ids")), place, side="right"))
-                return first_row + row, int(values[place])
-            first_row += batch.num_rows
-        return None
+        ids = pc.list_flatten(self._table["input_ids"])
+        extremes = pc.min_max(ids).as_py()
+        if not len(ids) or 0 <= extremes["min"] <= extremes["max"] < vocab_size:
+            return None
+        values = ids.to_numpy()
+        index = int(np.argmax((values < 0) | (values >= vocab_size)))
+        return int(np.searchsorted(np.cumsum(self.lengths()), index, side="right")), int(values[index])
 
     def has_supervised_token(self) -> bool:
-        """Return whether any mask is set; stops at the first batch with one."""
-        return any(pc.any(batch.column("loss_mask").flatten().cast(pa.bool_())).as_py() for batch in self._batches)
+        """Return whether any mask is set."""
+        return any(pc.any(pc.list_flatten(chunk).cast(pa.bool_())).as_py() for chunk in self._table["loss_mask"].chunks)
 
     def read(self, row: int) -> Sample:
-        """A copy of one row.
-
-        Raises:
-            DataError: its bytes are not those that were written; or an id that no int32 holds.
-        """
-        number = bisect.bisect_right(self._ends, row)
-        batch = self._batches[number]
-        place = row - self._ends[number] + batch.num_rows
-        input_ids = batch.column("input_ids")[place].values.to_numpy()
-        loss_mask = batch.column("loss_mask")[place].values.to_numpy(zero_copy_only=False)
-        category = _categories(batch.slice(place, 1))[0] or ""
+        """Return a copy of one row. DataError where its bytes are not those that were written."""
+        input_ids = self._table["input_ids"][row].values.to_numpy()
+        loss_mask = self._table["loss_mask"][row].values.to_numpy(zero_copy_only=False)
+        category = (self._table["category"][row].as_py() or "") if self._is_named else ""
         sample = Sample(input_ids.astype(np.int32), loss_mask.astype(np.bool_), category)
-        if "checksum" in batch.schema.names and batch.column("checksum")[place].as_py() != row_checksum(sample):
+        if "checksum" in self._table.schema.names and self._table["checksum"][row].as_py() != row_checksum(sample):
             raise DataError("its checksum is wrong: bytes were changed after it was written")
         return sample
 
+    @property
+    def _is_named(self) -> bool:
+        """A category column that holds anything but text means something else."""
+        return "category" in self._table.schema.names and self._table["category"].type in (pa.string(), pa.large_string())
 
-def _map(path: Path) -> list[pa.RecordBatch]:
-    source = pa.memory_map(str(path))
-    if source.read(len(_MAGIC)) == _MAGIC:
-        reader = pa.ipc.open_file(source)
-        return [reader.get_batch(i) for i in range(reader.num_record_batches)]
-    source.seek(max(0, source.size() - len(END_OF_STREAM)))
-    if source.read() != END_OF_STREAM:
-        raise DataError(f"{path}: needed an Arrow IPC file, found neither its start nor the end of a stream (cut short?)")
-    source.seek(0)
-    return list(pa.ipc.open_stream(source))
-
-
-def _check(path: Path, batch: pa.RecordBatch) -> None:
-    if not _is_readable(batch.schema):
-        found = ", ".join(f"{field.name} {field.type}" for field in batch.schema)
-        raise DataError(f"{path}: needed the columns input_ids and loss_mask, lists of integers or bools, found {found}")
-    columns = batch.select([name for name in SCHEMA.names if name in batch.schema.names])
-    columns.validate(full=True)
-    if any(columns.column(name).null_count for name in columns.schema.names if name != "category"):
-        raise DataError(f"{path}: needed rows without null, found null")
-    lengths, masks = _list_lengths(batch, "input_ids"), _list_lengths(batch, "loss_mask")
-    if not (np.array_equal(lengths, masks) and np.array_equal(lengths, _lengths(batch))):
-        raise DataError(f"{path}: needed input_ids and loss_mask of one length, found other lengths")
+    def _list_lengths(self, name: str) -> Int32Array:
+        lengths: Int32Array = pc.list_value_length(self._table[name]).to_numpy().astype(np.int32)
+        return lengths
 
 
 def _is_readable(schema: pa.Schema) -> bool:
@@ -158,24 +157,3 @@ def _is_readable(schema: pa.Schema) -> bool:
     return (
         len(lists) == 2 and pa.types.is_integer(lists[0]) and (pa.types.is_integer(lists[1]) or pa.types.is_boolean(lists[1]))
     )
-
-
-def _categories(batch: pa.RecordBatch) -> list[str | None]:
-    """A column of that name that holds something else is somebody else's."""
-    kind = batch.schema.field("category").type if "category" in batch.schema.names else None
-    if kind not in (pa.string(), pa.large_string()):
-        return [""] * batch.num_rows
-    categories: list[str | None] = batch.column("category").to_pylist()
-    return categories
-
-
-def _lengths(batch: pa.RecordBatch) -> Int32Array:
-    if "length" not in batch.schema.names:
-        return _list_lengths(batch, "input_ids")
-    lengths: Int32Array = batch.column("length").to_numpy()
-    return lengths
-
-
-def _list_lengths(batch: pa.RecordBatch, name: str) -> Int32Array:
-    lengths: Int32Array = pc.list_value_length(batch.column(name)).to_numpy().astype(np.int32)
-    return lengths

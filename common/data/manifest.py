@@ -1,4 +1,4 @@
-"""The manifest of a prepared data set: what its files hold, so that nothing else is taken for them."""
+"""The manifest of a prepared data set: number, sizes and checksums of its files, so that nothing else is taken for them."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ SCHEMA_VERSION = 1
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One Arrow file of a data set; `sha256` is "" where whoever wrote it left none."""
+    """One Arrow file of a data set; `sha256` is "" where none is known."""
 
     name: str
     num_rows: int
@@ -20,7 +20,7 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `manifest.json` says; `source` is free and tells where the samples came from and what decided them."""
+    """The content of `manifest.json`; `source` is free: where the samples came from and which settings decided them."""
 
     schema_version: int
     num_samples: int
@@ -33,11 +33,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read `folder`/manifest.json.
-
-    Raises:
-        DataError: no manifest, or one of another schema version.
-    """
+    """Read `folder`/manifest.json. DataError for no manifest, or one of another schema version."""
     path = folder / "manifest.json"
     try:
         content = path.read_bytes()
@@ -51,11 +47,6 @@ def read_manifest(folder: Path) -> Manifest:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, AttributeError) as error:
         raise DataError(f"{path}: not a manifest: {error}") from error
-
-
-def encode_manifest(manifest: Manifest) -> bytes:
-    """The content of `manifest.json`."""
-    return msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
 
 
 def check_replaceable(folder: Path) -> None:

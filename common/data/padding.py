@@ -1,4 +1,4 @@
-"""How long the padded rows of a batch are: few lengths, so that shapes repeat."""
+"""Lengths of the padded rows of a batch: few different ones, so that shapes repeat."""
 
 from collections.abc import Sequence
 

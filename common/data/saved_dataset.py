@@ -6,7 +6,6 @@ Their Arrow files are streams with the columns `input_ids` and `loss_mask`; noth
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 from common.data.arrow_file import ArrowFile
 from common.data.manifest import SCHEMA_VERSION, FileEntry, Manifest
@@ -14,25 +13,22 @@ from common.errors import DataError
 
 
 def is_saved_dataset(folder: Path) -> bool:
-    """Whether `save_to_disk` wrote the folder: a set, or several under one name."""
+    """Return whether `save_to_disk` wrote the folder: a set, or several under one name."""
     return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
 def describe_saved_dataset(folder: Path) -> tuple[Manifest, list[ArrowFile]]:
-    """Its files, mapped, and what a manifest would say. Lengths are read, tokens are not.
+    """Map its files and make their manifest. Lengths are read, tokens are not.
 
-    The fingerprint is the library's own with the names and sizes of the files; no checksum is known.
-
-    Raises:
-        DataError: several sets under one name, an index that is not written out, or a file that is damaged.
+    The fingerprint is the library's own with the names and sizes of the files; no checksum is known. DataError for
+    several sets under one name, an index that is not written out, or a file that is damaged.
     """
-    state = _read_state(folder)
-    names = [str(file["filename"]) for file in state["_data_files"]]
+    names, fingerprint = _read_state(folder)
     files = [ArrowFile(folder / name) for name in names]
     entries = [
         FileEntry(name, file.num_rows, (folder / name).stat().st_size, "") for name, file in zip(names, files, strict=True)
     ]
-    identity = [state.get("_fingerprint"), [(entry.name, entry.num_rows, entry.num_bytes) for entry in entries]]
+    identity = [fingerprint, [(entry.name, entry.num_rows, entry.num_bytes) for entry in entries]]
     lengths = [file.lengths() for file in files]
     manifest = Manifest(
         schema_version=SCHEMA_VERSION,
@@ -49,23 +45,24 @@ def describe_saved_dataset(folder: Path) -> tuple[Manifest, list[ArrowFile]]:
 
 def saved_files(folder: Path) -> list[Path]:
     """Return the Arrow files of the rows in their order. DataError for several sets under one name, or an index."""
-    return [folder / str(file["filename"]) for file in _read_state(folder)["_data_files"]]
+    return [folder / name for name in _read_state(folder)[0]]
 
 
-def _read_state(folder: Path) -> dict[str, Any]:
+def _read_state(folder: Path) -> tuple[list[str], object]:
+    """Return the names of the files, and the library's fingerprint."""
     path = folder / "state.json"
     if not path.is_file():
         splits = ", ".join(sorted(path.parent.name for path in folder.glob("*/state.json")))
         raise DataError(f"{folder}: needed one data set, found the splits {splits}: name the folder of one")
     try:
         state = json.loads(path.read_bytes())
-        files = state["_data_files"]
         if state.get("_indices_data_files") or state.get("_indices_files"):
             raise DataError(
                 f"{path}: needed rows in their order on disk, found an index: save it again after flatten_indices()"
             )
-        if not all(isinstance(file["filename"], str) for file in files):
+        names = [file["filename"] for file in state["_data_files"]]
+        if not all(isinstance(name, str) for name in names):
             raise TypeError("_data_files")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path}: needed the state of a saved data set, found: {error!r}") from error
-    return dict(state)
+    return names, state.get("_fingerprint")

@@ -8,12 +8,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from common.data.arrow_file import SCHEMA, Sample, to_batch
-from common.data.manifest import SCHEMA_VERSION, FileEntry, Manifest, check_replaceable, encode_manifest
+from common.data.manifest import SCHEMA_VERSION, FileEntry, Manifest, check_replaceable
 from common.errors import DataError
 
 ROWS_PER_BATCH = 1024
@@ -141,7 +142,7 @@ class DatasetWriter:
             files=self._files,
             source=self._source,
         )
-        self.attach("manifest.json", encode_manifest(manifest))
+        self.attach("manifest.json", msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
         self._publish()
 
     def _publish(self) -> None:

@@ -1,4 +1,4 @@
-"""Anonymous shared memory that nobody can leak: memfds created by start_all, inherited by its children.
+"""Anonymous shared memory that no process can leak: memfds created by start_all, inherited by its children.
 
 A memfd has no name, needs no resource tracker, ignores the size of /dev/shm, outlives any child
 and vanishes with its last holder.
@@ -18,7 +18,6 @@ _MADV_POPULATE_WRITE = 23  # linux/mman.h; Python 3.11 has no name for it
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
 
 
@@ -47,7 +46,7 @@ def attach(fd: int) -> mmap.mmap:
 
 
 def check_available(num_bytes: int) -> None:
-    """Raise ConfigError where the machine or the control group cannot hold `num_bytes` more."""
+    """Raise ConfigError if the machine or the control group cannot hold `num_bytes` more."""
     available = _available_bytes(_CONTROL_GROUP)
     if num_bytes > available:
         raise ConfigError(

@@ -119,7 +119,7 @@ class WritableSlot(NamedTuple):
 
 
 class RingWriter(_Ring):
-    """A target's own ring."""
+    """A target's own ring, to fill."""
 
     def open(self, number: int, num_tokens: int, num_samples: int) -> WritableSlot:
         """Return views of slot `number` of the run for a batch of that size; SlotSizeError if it is too large."""
@@ -138,7 +138,7 @@ class ReadableSlot(NamedTuple):
 
 
 class RingReader(_Ring):
-    """A target's ring, seen by a drafter."""
+    """A target's ring, to read."""
 
     def open(self, index: int) -> ReadableSlot:
         """Return views of slot `index` of the ring; SlotHeaderError or SlotSizeError if its header is not valid."""

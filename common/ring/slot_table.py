@@ -1,4 +1,4 @@
-"""The state of every slot, in the control memory. The exchange is its only writer; anybody may look.
+"""The state of every slot, in the control memory. The exchange is its only writer; every process may read it.
 
 A record is changed field by field, the state word last, so that an exchange killed between two
 stores leaves either the old state or the new one, never a mixture.
@@ -13,20 +13,12 @@ from common.errors import SharedMemoryError
 from common.ring import memory
 
 _MAGIC = 0x4843_4152_4441_4548  # "HEADRACH"
-_RECORD = np.dtype(
-    [
-        ("generation", "<i8"),
-        ("batch", "<i8"),
-        ("owner_pid", "<i8"),
-        ("owner_start", "<i8"),
-        ("state", "<i8"),
-        ("spare", "<i8", 3),
-    ]
-)
+_WORDS = ("generation", "batch", "owner_pid", "owner_start", "state")
+_RECORD = np.dtype([*((name, "<i8") for name in _WORDS), ("spare", "<i8", 3)])
 
 
 class SlotState(enum.IntEnum):
-    """Where a slot is in its life (see services/exchange/leases.py for the edges)."""
+    """The states of a slot; services/exchange/leases.py draws the edges between them."""
 
     FREE = 0
     WRITING = 1
@@ -46,7 +38,7 @@ NO_BATCH = -1
 
 
 class SlotRecord(NamedTuple):
-    """One slot as it stands. `batch` and `owner` mean nothing while FREE, `owner` nothing while READY."""
+    """One slot. `batch` and `owner` mean nothing while FREE, `owner` nothing while READY."""
 
     state: SlotState
     generation: int
@@ -55,7 +47,6 @@ class SlotRecord(NamedTuple):
 
 
 def table_bytes(num_slots: int) -> int:
-    """Size of the control memory of a run."""
     return memory.round_up(memory.PAGE_BYTES + num_slots * _RECORD.itemsize, memory.PAGE_BYTES)
 
 
@@ -81,10 +72,8 @@ class SlotTable:
         self._magic[0] = _MAGIC
 
     def read(self, slot: int) -> SlotRecord:
-        """The record of one slot."""
-        record = self._records[slot]
-        owner = Owner(int(record["owner_pid"]), int(record["owner_start"]))
-        return SlotRecord(SlotState(int(record["state"])), int(record["generation"]), int(record["batch"]), owner)
+        generation, batch, pid, start_time, state, _ = self._records[slot].item()
+        return SlotRecord(SlotState(state), generation, batch, Owner(pid, start_time))
 
     def write(self, slot: int, record: SlotRecord) -> None:
         """Replace the record of one slot, the state word last."""
@@ -96,6 +85,6 @@ class SlotTable:
         stored["state"] = record.state
 
     def counts(self) -> dict[SlotState, int]:
-        """How many slots are in each state."""
+        """Count the slots in each state."""
         states = self._records["state"].tolist()
         return {state: states.count(state) for state in SlotState}

@@ -49,7 +49,7 @@ class Half:
         self.device = torch.device(self.config.targets.devices[0])
         record = next(spec.record for spec in stage.topology.actors if spec.role == "target")
         fds = {"board_fd": stage.fds.board, "ring_fd": stage.fds.rings[0]}
-        self.actor = Actor("target", argparse.Namespace(run_dir=stage.run_dir, index=0, place=record, **fds))
+        self.actor = Actor("target", argparse.Namespace(run_dir=stage.run_dir, index=0, record=record, **fds))
         began = time.perf_counter()
         self.service = TargetService(self.actor)
         synchronize(self.device)

@@ -1,4 +1,4 @@
-"""Conversations being held, and the file of those that were: whatever stops it, the same command goes on."""
+"""Hold conversations with the target, and keep the rows in a file: after any stop the same command goes on."""
 
 import hashlib
 import json
@@ -7,14 +7,14 @@ from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from launch.data.conversations import Message
+from launch.data.conversations import Message, without_weight
 from launch.data.prompts import Script
 
 Row = dict[str, Any]
 
 
 class Answer(NamedTuple):
-    """What the target said: as a message, and as exact ids where they are known, the end token included."""
+    """An answer of the target: as a message, and as exact ids where they are known, the end token included."""
 
     message: Message
     finished: bool  # ended by itself, not by a limit
@@ -23,16 +23,16 @@ class Answer(NamedTuple):
 
 
 class History(NamedTuple):
-    """What the target is given."""
+    """The messages and tools that the target is given."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None
 
 
 def hold(script: Script) -> Generator[History, Answer, Row]:
-    """Ask for one answer after the other, each to the answers before it; returns the row to be written.
+    """Yield for one answer after the other, each to the answers before it; return the row to be written.
 
-    An answer that was cut ends the conversation: nothing is built upon it. So does one that calls a tool.
+    An answer that was cut or that calls a tool ends the conversation: nothing is built upon it.
     """
     messages: list[Message] = []
     answers: list[Answer] = []
@@ -40,26 +40,11 @@ def hold(script: Script) -> Generator[History, Answer, Row]:
         if turn is not None:
             messages.append(turn)
             continue
-        answer = yield History([_without_weight(message) for message in messages], script.tools)
+        answer = yield History([without_weight(message) for message in messages], script.tools)
         messages.append(answer.message)
         answers.append(answer)
         if not answer.finished or answer.message.get("tool_calls"):
             break
-    return _to_row(script, messages, answers)
-
-
-def key_of(script: Script, settings: dict[str, Any]) -> str:
-    """SHA-256 of what is asked and how."""
-    asked = [script.turns, script.tools, settings] + ([script.category] if script.category else [])
-    content = json.dumps(asked, sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()
-
-
-def _without_weight(message: Message) -> Message:
-    return {key: value for key, value in message.items() if key != "weight"}
-
-
-def _to_row(script: Script, messages: list[Message], answers: list[Answer]) -> Row:
     row: Row = {"category": script.category} if script.category else {}
     row["messages"] = messages
     if script.tools:
@@ -70,8 +55,14 @@ def _to_row(script: Script, messages: list[Message], answers: list[Answer]) -> R
     return row | {"finished": answers[-1].finished}
 
 
+def key_of(script: Script, settings: dict[str, Any]) -> str:
+    """Return the SHA-256 of a script and the settings that decide its answers."""
+    content = [script.turns, script.tools, settings] + ([script.category] if script.category else [])
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
 class Written(NamedTuple):
-    """What a file of answers holds."""
+    """Counts of a file of answers."""
 
     num_rows: int = 0
     num_finished: int = 0
@@ -79,42 +70,37 @@ class Written(NamedTuple):
     num_tokens: int = 0  # of the answers whose ids are known
 
     def with_row(self, row: Row) -> "Written":
-        """One row more."""
-        parts = [part for part in row.get("answers", [row]) if "answer_ids" in part]
-        return Written(
-            self.num_rows + 1,
-            self.num_finished + row["finished"],
-            self.num_with_ids + bool(parts),
-            self.num_tokens + sum(len(part["answer_ids"]) for part in parts),
-        )
+        """Count one row more."""
+        sizes = [len(part["answer_ids"]) for part in row.get("answers", [row]) if "answer_ids" in part]
+        new = 1, int(row["finished"]), int(bool(sizes)), sum(sizes)
+        return Written(*(count + more for count, more in zip(self, new, strict=True)))
 
 
 class AnswerFile:
     """JSON lines with a `key` each, appended as they come, put in order at the end.
 
-    <out>.partial holds what is there so far; <out> is written in one piece. Rows of both are found again by their key;
-    only keys and places are kept in memory.
+    Rows are appended to <out>.partial; <out> is written in one piece. Rows of both are found again by their key;
+    only keys and offsets are kept in memory.
     """
 
     def __init__(self, out: Path) -> None:
         self._out = out
         self._partial = out.with_name(f"{out.name}.partial")
         out.parent.mkdir(parents=True, exist_ok=True)
-        self._places: dict[str, tuple[Path, int]] = {}  # key -> file and offset
+        self._offsets: dict[str, tuple[Path, int]] = {}  # key -> file and offset
         for path in (out, self._partial):
             if path.is_file():
                 self._find_rows(path)
         self._file: BinaryIO = self._partial.open("ab")
 
     def __contains__(self, key: str) -> bool:
-        return key in self._places
+        return key in self._offsets
 
     def add(self, key: str, row: Row) -> None:
-        """Write a row down at once."""
-        place = self._file.seek(0, os.SEEK_END)
+        """Append a row and flush it."""
+        self._offsets[key] = self._partial, self._file.seek(0, os.SEEK_END)
         self._file.write(_encode({"key": key, **row}) + b"\n")
         self._file.flush()
-        self._places[key] = (self._partial, place)
 
     def finish(self, keys: Iterable[str]) -> Written:
         """Write the rows of these keys in this order, as far as they are there."""
@@ -123,7 +109,7 @@ class AnswerFile:
         written = Written()
         with aside.open("wb") as sink:
             for key in keys:
-                if key in self._places:
+                if key in self._offsets:
                     line = self._read_line(key)
                     sink.write(line)
                     written = written.with_row(json.loads(line))
@@ -134,18 +120,18 @@ class AnswerFile:
         return written
 
     def close(self) -> None:
-        """Keep what is there for the next time."""
+        """Close <out>.partial and keep it for the next time."""
         self._file.close()
 
     def _read_line(self, key: str) -> bytes:
-        path, place = self._places[key]
+        path, offset = self._offsets[key]
         with path.open("rb") as file:
-            file.seek(place)
+            file.seek(offset)
             return file.readline()
 
     def _find_rows(self, path: Path) -> None:
         """A last line that a kill cut short is cut off."""
-        place = 0
+        offset = 0
         with path.open("rb") as file:
             for line in file:
                 try:
@@ -153,14 +139,14 @@ class AnswerFile:
                 except (ValueError, KeyError, TypeError):
                     key = None
                 if isinstance(key, str):
-                    self._places[key] = (path, place)
+                    self._offsets[key] = (path, offset)
                 elif not line.endswith(b"\n") and path == self._partial:
-                    os.truncate(path, place)
-                place += len(line)
+                    os.truncate(path, offset)
+                offset += len(line)
 
 
 def _encode(row: Row) -> bytes:
-    """JSON that a person can read; escaped where a server sent half of a character."""
+    """Return JSON that a person can read; escaped where a server sent half of a character."""
     try:
         return json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError:

@@ -4,23 +4,19 @@ import json
 import re
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import jinja2
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from common.errors import ModelError
-from launch.data.conversations import REASONING_KEYS, Message
+from launch.data.conversations import REASONING_KEYS, Message, with_text_arguments
 
 TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
 
 def open_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder, with or without a chat template.
-
-    Raises:
-        ModelError: no such folder, or no tokenizer in it.
-    """
+    """Load the tokenizer of a model folder, with or without a chat template. ModelError for no folder or no tokenizer."""
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder}: needed a model folder with config.json, found none")
     try:
@@ -31,11 +27,7 @@ def open_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def load_tokenizer(folder: Path, template: Path | None = None) -> PreTrainedTokenizerBase:
-    """The same, with the chat template of a Jinja file where one is given.
-
-    Raises:
-        ModelError: as above, or there is no chat template.
-    """
+    """Load the tokenizer with its chat template, or that of a Jinja file. ModelError also where there is no template."""
     tokenizer = open_tokenizer(folder)
     try:
         tokenizer.chat_template = template.read_text() if template else tokenizer.chat_template
@@ -54,12 +46,9 @@ def render(
     tools: list[dict[str, Any]] | None = None,
     settings: dict[str, Any] | None = None,
 ) -> list[int]:
-    """Return the token ids of a conversation; with `generation_prompt` up to where the assistant's next answer starts.
-
-    `settings` are variables of the template, such as enable_thinking.
-    """
+    """Return the token ids of `render_text`."""
     text = render_text(tokenizer, messages, generation_prompt=generation_prompt, tools=tools, settings=settings)
-    return tokenize(tokenizer, text)
+    return tokenize(tokenizer, [text])[0]
 
 
 def render_text(
@@ -70,22 +59,16 @@ def render_text(
     tools: list[dict[str, Any]] | None = None,
     settings: dict[str, Any] | None = None,
 ) -> str:
-    """Return the text of a conversation.
+    """Return the text of a conversation; with `generation_prompt` up to where the assistant's next answer starts.
 
     Arguments of tool calls are objects, as servers give them to templates. A template that joins them to text fails on
-    objects, or prints them as Python does: it is given the JSON text.
+    objects, or prints them as Python does: it is given the JSON text. `settings` are variables of the template, such
+    as enable_thinking.
     """
 
     def apply(messages: list[Message]) -> str:
-        return str(
-            tokenizer.apply_chat_template(
-                messages,
-                tools=[*tools] if tools else None,
-                add_generation_prompt=generation_prompt,
-                tokenize=False,
-                **(settings or {}),
-            )
-        )
+        options = {"tools": [*tools] if tools else None, "add_generation_prompt": generation_prompt} | (settings or {})
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
 
     keys = _reasoning_keys(tokenizer.get_chat_template(tools=tools))
     messages = [_with_reasoning_under(message, keys) for message in messages]
@@ -95,20 +78,16 @@ def render_text(
     except TEMPLATE_ERRORS:
         if first is None:
             raise
-        return apply([_with_json_arguments(message) for message in messages])
+        return apply([with_text_arguments(message) for message in messages])
     if not first or str(first) not in text:
         return text
-    joined = apply([_with_json_arguments(message) for message in messages])
-    return joined if joined.count(str(first)) < text.count(str(first)) else text  # else a person quotes Python
+    joined = apply([with_text_arguments(message) for message in messages])
+    return joined if joined.count(str(first)) < text.count(str(first)) else text  # else the text itself quotes Python
 
 
-@overload
-def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]: ...
-@overload
-def tokenize(tokenizer: PreTrainedTokenizerBase, text: list[str]) -> list[list[int]]: ...
-def tokenize(tokenizer: PreTrainedTokenizerBase, text: str | list[str]) -> list[int] | list[list[int]]:
-    """Return the ids of a rendered text, or of several: the template has put every special token into it."""
-    ids: list[int] | list[list[int]] = tokenizer(text, add_special_tokens=False)["input_ids"]
+def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    """Return the ids of rendered texts: the template has put every special token into them."""
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
     return ids
 
 
@@ -129,20 +108,8 @@ def _with_reasoning_under(message: Message, keys: tuple[str, ...]) -> Message:
     return {key: value for key, value in message.items() if key not in REASONING_KEYS} | dict.fromkeys(keys, reasoning)
 
 
-def _with_json_arguments(message: Message) -> Message:
-    if not message.get("tool_calls"):
-        return message
-    functions = [call["function"] for call in message["tool_calls"]]
-    texts = [json.dumps(function["arguments"], ensure_ascii=False) for function in functions]
-    calls = [
-        call | {"function": function | {"arguments": text}}
-        for call, function, text in zip(message["tool_calls"], functions, texts, strict=True)
-    ]
-    return message | {"tool_calls": calls}
-
-
 def end_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """The tokens that end an answer: the tokenizer's own and those of generation_config.json."""
+    """Return the tokens that end an answer: the tokenizer's own and those of generation_config.json."""
     path = folder / "generation_config.json"
     try:
         ids = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None

@@ -1,6 +1,6 @@
-"""Answers from a server that speaks the OpenAI protocol, such as vLLM or SGLang.
+"""Get answers from a server that speaks the OpenAI protocol, such as vLLM or SGLang.
 
-POST <url>/chat/completions. `return_token_ids` asks for the exact ids: vLLM puts `prompt_token_ids` beside the choices,
+POST <url>/chat/completions. `return_token_ids` requests the exact ids: vLLM puts `prompt_token_ids` beside the choices,
 SGLang into the choice, both `token_ids` into the choice. A server that knows neither leaves them out.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from common.errors import HeadraceError
 from launch.data.answers import Answer, History
-from launch.data.conversations import REASONING_KEYS, Message
+from launch.data.conversations import REASONING_KEYS, Message, with_text_arguments
 
 _TRANSIENT = {408, 409, 425, 429, 500, 502, 503, 504}
 _REFUSED = {400, 413, 422}
@@ -26,11 +26,11 @@ class ServerError(HeadraceError):
 
 
 class RefusedError(Exception):
-    """The target cannot be asked this: too long, or not to the template's liking. Others can go on."""
+    """One conversation cannot be answered: too long, or refused by the template. Others can go on."""
 
 
 class Server(NamedTuple):
-    """Where to ask and how."""
+    """A server and the settings of its requests."""
 
     url: str  # with /v1
     model: str
@@ -38,27 +38,22 @@ class Server(NamedTuple):
     settings: dict[str, Any]  # more fields of a request, such as temperature
     api_key: str = ""
     max_retries: int = 5
-    backoff_s: float = 1.0  # doubled with every retry
     timeout_s: float = 600.0
+    backoff_s: float = 1.0  # doubled with every retry
 
     def answer(self, history: History) -> Answer:
-        """One answer.
-
-        Raises:
-            RefusedError: the server refuses this request.
-            ServerError: it does not answer, however often it is asked.
-        """
+        """Request one answer. RefusedError where the server refuses it, ServerError where all retries fail."""
         body = {
             "model": self.model,
-            "messages": [_to_wire(message) for message in history.messages],
+            "messages": [with_text_arguments(message) for message in history.messages],
             **({"max_tokens": self.max_new_tokens} if self.max_new_tokens else {}),
             "return_token_ids": True,
             **({"tools": history.tools} if history.tools else {}),
             **self.settings,
         }
-        return _read_answer(self._ask(json.dumps(body).encode()))
+        return _read_answer(self._request(json.dumps(body).encode()))
 
-    def _ask(self, body: bytes) -> dict[str, Any]:
+    def _request(self, body: bytes) -> dict[str, Any]:
         for attempt in range(self.max_retries + 1):
             if attempt:
                 time.sleep(min(_MAX_WAIT_S, self.backoff_s * 2 ** (attempt - 1)))
@@ -86,28 +81,14 @@ class Server(NamedTuple):
 
 def _read_answer(reply: dict[str, Any]) -> Answer:
     choice = reply["choices"][0]
-    said = choice.get("message") or {}
-    message: Message = {"role": "assistant", "content": said.get("content") or ""}
-    reasoning = next((said[key] for key in REASONING_KEYS if said.get(key)), None)
-    if reasoning:
+    given = choice.get("message") or {}
+    message: Message = {"role": "assistant", "content": given.get("content") or ""}
+    if reasoning := next((given[key] for key in REASONING_KEYS if given.get(key)), None):
         message["reasoning_content"] = reasoning
-    if said.get("tool_calls"):
-        message["tool_calls"] = said["tool_calls"]
+    if given.get("tool_calls"):
+        message["tool_calls"] = given["tool_calls"]
     prompt_ids = choice.get("prompt_token_ids") or reply.get("prompt_token_ids")
     return Answer(message, choice.get("finish_reason") not in _CUT, prompt_ids, choice.get("token_ids"))
-
-
-def _to_wire(message: Message) -> Message:
-    """In the protocol, arguments are JSON texts."""
-    if "tool_calls" not in message:
-        return message
-    calls = [call | {"function": _with_text_arguments(call["function"])} for call in message["tool_calls"]]
-    return message | {"tool_calls": calls}
-
-
-def _with_text_arguments(function: dict[str, Any]) -> dict[str, Any]:
-    arguments = function.get("arguments", {})
-    return function | {"arguments": arguments if isinstance(arguments, str) else json.dumps(arguments)}
 
 
 def _read_reason(error: urllib.error.HTTPError) -> str:

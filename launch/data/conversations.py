@@ -1,4 +1,4 @@
-"""What a row says: a conversation in the form that chat templates expect, or samples that are token ids already.
+"""Read a row: a conversation in the form that chat templates expect, or samples that are token ids already.
 
     {"messages": [{"role": ..., "content": ...}, ...]}     or "conversations"; "from"/"value" for "role"/"content"
     {"input_ids": [...], "loss_mask": [...]}               used as they are
@@ -48,27 +48,36 @@ class RuleError(Exception):
 
 
 def read_row(raw: object, aliases: dict[str, str] = ALIASES) -> Conversation | Outcome:
-    """A conversation to render, or the outcome where there is nothing to render; bytes are JSON."""
+    """Return a conversation to render, or the outcome where there is nothing to render; bytes are JSON."""
     try:
-        row = json.loads(raw) if isinstance(raw, bytes) else raw
-    except (ValueError, RecursionError):
-        return Outcome([], Dropped.NOT_JSON)
-    try:
-        match row:
-            case dict() if isinstance(row.get("input_ids"), list) and isinstance(row.get("loss_mask"), list):
-                return Outcome([_to_sample(row["input_ids"], row["loss_mask"])]).of_category(read_category(row))
-            case dict() if isinstance(row.get("prompt_ids"), list) or isinstance(row.get("answers"), list):
-                return Outcome(_read_answers(row)).of_category(read_category(row))
-            case dict() if row.get("messages") is not None or row.get("conversations") is not None:
-                return _read_conversation(row, aliases)._replace(category=read_category(row))
-        raise RuleError(Dropped.NO_CONVERSATION)
+        row = parse_row(raw)
+        category = read_category(row)
+        if isinstance(row.get("input_ids"), list) and isinstance(row.get("loss_mask"), list):
+            return Outcome([_to_sample(row["input_ids"], row["loss_mask"])]).of_category(category)
+        if isinstance(row.get("prompt_ids"), list) or isinstance(row.get("answers"), list):
+            return Outcome(_read_answers(row)).of_category(category)
+        messages, changed = _without_leading_answers(read_messages(row, aliases))
+        while messages[-1]["role"] != "assistant":
+            messages.pop()  # no answer follows
+        return Conversation(messages, read_tools(row), row.get("finished") is not False, changed, category)
     except RuleError as error:
         return Outcome([], error.rule)
 
 
+def parse_row(raw: object) -> dict[str, Any]:
+    """Return the object that a line of JSON, or a row of a table, holds. RuleError for anything else."""
+    try:
+        row = json.loads(raw) if isinstance(raw, bytes) else raw
+    except (ValueError, RecursionError):
+        raise RuleError(Dropped.NOT_JSON) from None
+    if not isinstance(row, dict):
+        raise RuleError(Dropped.NO_CONVERSATION)
+    return row
+
+
 def read_messages(row: dict[str, Any], aliases: dict[str, str] = ALIASES) -> list[Message]:
-    """The messages of a row, in the names and forms that templates expect. RuleError where they cannot be read."""
-    turns = _parsed(row["messages"] if row.get("messages") is not None else row.get("conversations"))
+    """Return the messages of a row, in the names and forms that templates expect. RuleError where they cannot be read."""
+    turns = _read_turns(row)
     if not isinstance(turns, list):
         raise RuleError(Dropped.NO_CONVERSATION)
     if not turns:
@@ -81,7 +90,7 @@ def read_messages(row: dict[str, Any], aliases: dict[str, str] = ALIASES) -> lis
 
 
 def read_category(row: dict[str, Any]) -> str:
-    """What kind of prompt a row is; "" where it does not say."""
+    """Return the kind of prompt a row is; "" for none."""
     named = next((row[key] for key in CATEGORY_KEYS if row.get(key) and isinstance(row[key], str)), "")
     return named.encode(errors="replace").decode()
 
@@ -91,43 +100,63 @@ def read_tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
 
     `functions` are the older form of them, without the wrapper that templates expect. RuleError for anything else.
     """
-    turns = _parsed(row["messages"] if row.get("messages") is not None else row.get("conversations"))
-    places = [row, *(turn for turn in (turns if isinstance(turns, list) else []) if isinstance(turn, dict))]
-    for place in places:
-        tools = _read_objects(place.get("tools"))
-        if functions := _read_objects(place.get("functions")):
+    turns = _read_turns(row)
+    for holder in (row, *(turns if isinstance(turns, list) else ())):
+        if not isinstance(holder, dict):
+            continue
+        tools = _read_objects(holder.get("tools"))
+        if functions := _read_objects(holder.get("functions")):
             tools = tools or [tool if "function" in tool else {"type": "function", "function": tool} for tool in functions]
         if tools:
             return tools
     return None
 
 
+def without_weight(message: Message) -> Message:
+    """Return the message as a template or a server takes it."""
+    return {key: value for key, value in message.items() if key != "weight"}
+
+
+def with_text_arguments(message: Message) -> Message:
+    """Return the message with the arguments of its tool calls as JSON text."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = call["function"].get("arguments", {})
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        calls.append(call | {"function": call["function"] | {"arguments": text}})
+    return message | {"tool_calls": calls}
+
+
+def _read_turns(row: dict[str, Any]) -> object:
+    return _parsed(row["messages"] if row.get("messages") is not None else row.get("conversations"))
+
+
 def _read_objects(value: object) -> list[dict[str, Any]]:
-    tools = [_parsed(tool) for tool in _as_list(_parsed(value))]
-    if not all(isinstance(tool, dict) for tool in tools):
+    value = _parsed(value)
+    tools = [_parsed(tool) for tool in value] if isinstance(value, list) else value
+    if tools is None or tools == "":
+        return []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RuleError(Dropped.BAD_TOOLS)
     _check_text(tools)
-    return [tool for tool in tools if isinstance(tool, dict)]
+    return tools
 
 
 def _read_answers(row: dict[str, Any]) -> list[Sample]:
     samples: list[Sample] = []
     for answer in row.get("answers") or [row]:
-        if not isinstance(answer, dict):
-            raise RuleError(Dropped.BAD_IDS)
-        prompt, new = answer.get("prompt_ids"), answer.get("answer_ids")
-        if not isinstance(prompt, list) or not isinstance(new, list):
-            raise RuleError(Dropped.BAD_IDS)
-        sample = _to_sample(prompt + new, [0] * len(prompt) + [1] * len(new))
-        if samples and _continues(prompt, samples[-1]):
+        match answer:
+            case {"prompt_ids": list(prompt), "answer_ids": list(new)}:
+                sample = _to_sample(prompt + new, [0] * len(prompt) + [1] * len(new))
+            case _:
+                raise RuleError(Dropped.BAD_IDS)
+        if samples and prompt[: len(samples[-1].input_ids)] == samples[-1].input_ids.tolist():  # it continues that row
             before = samples.pop().loss_mask
             sample.loss_mask[: len(before)] = before
         samples.append(sample)
     return samples
-
-
-def _continues(prompt: list[int], before: Sample) -> bool:
-    return bool(prompt[: len(before.input_ids)] == before.input_ids.tolist())
 
 
 def _to_sample(ids: list[Any], mask: list[Any]) -> Sample:
@@ -135,15 +164,6 @@ def _to_sample(ids: list[Any], mask: list[Any]) -> Sample:
     if not whole or len(ids) != len(mask) or not all(bit in (0, 1) for bit in mask):
         raise RuleError(Dropped.BAD_IDS)
     return Sample(np.array(ids, np.int32), np.array(mask, np.bool_))
-
-
-def _read_conversation(row: dict[str, Any], aliases: dict[str, str]) -> Conversation:
-    messages, removed = _without_leading_answers(read_messages(row, aliases))
-    while messages[-1]["role"] != "assistant":
-        messages.pop()  # nobody answers it
-    return Conversation(
-        messages, read_tools(row), row.get("finished") is not False, Changed.LEADING_ANSWER if removed else None
-    )
 
 
 def _read_message(turn: object, aliases: dict[str, str]) -> Message:
@@ -159,8 +179,7 @@ def _read_message(turn: object, aliases: dict[str, str]) -> Message:
     message: Message = {"role": role, "content": _read_content(turn, role)}
     if role == "assistant":
         message |= _read_extras(turn)
-    message |= {key: turn[key] for key in ("name", "tool_call_id") if isinstance(turn.get(key), str)}
-    return message
+    return message | {key: turn[key] for key in ("name", "tool_call_id") if isinstance(turn.get(key), str)}
 
 
 def _read_content(turn: dict[str, Any], role: str) -> str:
@@ -196,39 +215,26 @@ def _read_tool_calls(value: object) -> list[dict[str, Any]]:
     read = []
     for call in calls:
         call = _without_nulls(call) if isinstance(call, dict) else {}
-        function = call.get("function", call)
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RuleError(Dropped.BAD_TOOL_CALLS)
-        arguments = _parsed(function.get("arguments") or {})
-        if not isinstance(arguments, dict):
-            raise RuleError(Dropped.BAD_TOOL_CALLS)
-        named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-        read.append(named | {"type": "function", "function": {"name": function["name"], "arguments": arguments}})
+        match call.get("function", call):
+            case {"name": str(name), **function} if isinstance(arguments := _parsed(function.get("arguments") or {}), dict):
+                named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+                read.append(named | {"type": "function", "function": {"name": name, "arguments": arguments}})
+            case _:
+                raise RuleError(Dropped.BAD_TOOL_CALLS)
     return read
 
 
 def _without_nulls(value: dict[str, Any]) -> dict[str, Any]:
-    """Return what an object says: writers of tables give every object all keys that any has, with null."""
+    """Writers of tables give every object all keys that any has, with null."""
     return {key: item for key, item in value.items() if item is not None}
 
 
-def _as_list(value: object) -> list[Any]:
-    if value is None or value == "":
-        return []
-    if not isinstance(value, list):
-        raise RuleError(Dropped.BAD_TOOLS)
-    return value
-
-
 def _parsed(value: object) -> object:
-    """What stands in a JSON text; anything else, and text that is no JSON, as it is."""
-    if not isinstance(value, str):
-        return value
+    """Return the value that stands in a JSON text; anything else, and text that is no JSON, as it is."""
     try:
-        parsed: object = json.loads(value)
+        return json.loads(value) if isinstance(value, str) else value
     except ValueError:
         return value
-    return parsed
 
 
 def _check_text(value: object) -> None:
@@ -239,13 +245,13 @@ def _check_text(value: object) -> None:
         raise RuleError(Dropped.BAD_TEXT) from None
 
 
-def _without_leading_answers(messages: list[Message]) -> tuple[list[Message], bool]:
+def _without_leading_answers(messages: list[Message]) -> tuple[list[Message], Changed | None]:
     """An answer to nothing is not as it was served; what follows the first question is."""
     roles = [message["role"] for message in messages]
     if "assistant" not in roles:
         raise RuleError(Dropped.NO_ANSWER)
-    first = next((place for place, role in enumerate(roles) if role in ("user", "tool")), len(roles))
-    kept = [message for place, message in enumerate(messages) if place > first or message["role"] != "assistant"]
+    first = next((index for index, role in enumerate(roles) if role in ("user", "tool")), len(roles))
+    kept = [message for index, message in enumerate(messages) if index > first or message["role"] != "assistant"]
     if not any(message["role"] == "assistant" for message in kept):
         raise RuleError(Dropped.NO_QUESTION)
-    return kept, len(kept) < len(messages)
+    return kept, Changed.LEADING_ANSWER if len(kept) < len(messages) else None

@@ -1,12 +1,13 @@
-"""Rows to samples, in this process or in several: the outcomes come in the order of the rows, whatever their number."""
+"""Convert rows to samples, in this process or in several; outcomes come in the order of the rows."""
 
 import multiprocessing
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from functools import cached_property
+from contextlib import contextmanager
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,39 +18,17 @@ from launch.data.inputs import Chunk
 from launch.data.masking import Masker
 from launch.data.rules import Limits, Outcome, check_all
 
-_CHUNKS_PER_WORKER = 3  # on their way at once: what bounds the memory
+_CHUNKS_PER_WORKER = 3  # in flight at once: the bound of the memory
 
 
 class Settings(NamedTuple):
-    """What decides how a row is converted; sent to every worker."""
+    """All that decides how a row is converted; sent to every worker."""
 
     model: Path
     template: Path | None
     template_settings: dict[str, Any]
     limits: Limits
     assistant_roles: list[str]  # names of the assistant beside the known ones
-
-
-class Converter:
-    """One row at a time."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._aliases = ALIASES | {name.lower(): "assistant" for name in settings.assistant_roles}
-        self._limits = settings.limits
-
-    @cached_property
-    def _masker(self) -> Masker:
-        """Load the tokenizer when the first row has to be rendered: rows of token ids need none."""
-        model, template, template_settings = self._settings[:3]
-        tokenizer = load_tokenizer(model, template)
-        return Masker(tokenizer, end_ids(model, tokenizer), template_settings)
-
-    def convert(self, raw: object) -> Outcome:
-        """A line of JSON or an object to its samples, or to the rule that drops it."""
-        read = read_row(raw, self._aliases)
-        outcome = read if isinstance(read, Outcome) else self._masker.mask(read).of_category(read.category)
-        return check_all(outcome, self._limits)
 
 
 class Converted(NamedTuple):
@@ -59,45 +38,58 @@ class Converted(NamedTuple):
     num_bytes: int
 
 
-class Workers:
-    """Converts chunks; with 1 worker in this process, else in as many spawned ones."""
+Convert = Callable[[Iterable[Chunk]], Iterator[Converted]]
 
-    def __init__(self, settings: Settings, num_workers: int) -> None:
-        self._converter = Converter(settings) if num_workers == 1 else None
-        self._executor: ProcessPoolExecutor | None = None
-        if num_workers > 1:
-            context = multiprocessing.get_context("spawn")
-            self._executor = ProcessPoolExecutor(num_workers, context, _start_worker, (settings,))
-        self._window = num_workers * _CHUNKS_PER_WORKER
 
-    def __enter__(self) -> "Workers":
-        return self
+class Converter:
+    """Converts chunks in this process."""
 
-    def __exit__(self, *_: object) -> None:
-        if self._executor is not None:
-            self._executor.shutdown(cancel_futures=True)
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._aliases = ALIASES | {name.lower(): "assistant" for name in settings.assistant_roles}
 
-    def convert(self, chunks: Iterable[Chunk]) -> Iterator[Converted]:
-        """The outcomes of all chunks, in their order.
+    @cached_property
+    def _masker(self) -> Masker:
+        """Rows of token ids need no tokenizer: it is loaded when the first row has to be rendered."""
+        model, template, template_settings = self._settings[:3]
+        tokenizer = load_tokenizer(model, template)
+        return Masker(tokenizer, end_ids(model, tokenizer), template_settings)
 
-        Raises:
-            HeadraceError: a worker was killed, such as for its memory.
-        """
-        if self._converter is not None:
-            for chunk in chunks:
-                yield Converted([self._converter.convert(row) for row in chunk.rows], chunk.num_bytes)
-            return
-        assert self._executor is not None
-        waiting: deque[Future[Converted]] = deque()
-        try:
-            for chunk in chunks:
-                waiting.append(self._executor.submit(_convert, chunk))
-                if len(waiting) == self._window:
-                    yield waiting.popleft().result()
-            while waiting:
+    def convert(self, chunk: Chunk) -> Converted:
+        """Convert every row to its samples, or to the rule that drops it."""
+        return Converted([self._convert_row(row) for row in chunk.rows], chunk.num_bytes)
+
+    def _convert_row(self, raw: object) -> Outcome:
+        read = read_row(raw, self._aliases)
+        outcome = read if isinstance(read, Outcome) else self._masker.mask(read).of_category(read.category)
+        return check_all(outcome, self._settings.limits)
+
+
+@contextmanager
+def open_workers(settings: Settings, num_workers: int) -> Iterator[Convert]:
+    """Give a function that converts chunks in their order; 1 worker is this process, more are spawned."""
+    if num_workers == 1:
+        yield partial(map, Converter(settings).convert)
+        return
+    context = multiprocessing.get_context("spawn")
+    executor = ProcessPoolExecutor(num_workers, context, _start_worker, (settings,))
+    try:
+        yield partial(_convert_all, executor, num_workers * _CHUNKS_PER_WORKER)
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def _convert_all(executor: ProcessPoolExecutor, window: int, chunks: Iterable[Chunk]) -> Iterator[Converted]:
+    waiting: deque[Future[Converted]] = deque()
+    try:
+        for chunk in chunks:
+            waiting.append(executor.submit(_convert, chunk))
+            if len(waiting) == window:
                 yield waiting.popleft().result()
-        except BrokenProcessPool as error:
-            raise HeadraceError("--workers: a worker process was killed (out of memory?); try fewer") from error
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool as error:
+        raise HeadraceError("--workers: a worker process was killed (out of memory?); try fewer") from error
 
 
 _worker: list[Converter] = []  # of a spawned process: its converter
@@ -109,4 +101,4 @@ def _start_worker(settings: Settings) -> None:
 
 
 def _convert(chunk: Chunk) -> Converted:
-    return Converted([_worker[0].convert(row) for row in chunk.rows], chunk.num_bytes)
+    return _worker[0].convert(chunk)

@@ -1,4 +1,4 @@
-"""Greedy answers by the target in this process, with transformers. B rows of a batch."""
+"""Greedy answers by the target in this process, with transformers."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,7 +45,7 @@ class Generator:
         )
 
     def answer(self, prompts: list[list[int]]) -> list[NewTokens]:
-        """Greedy answers of one batch, padded on the left to its longest prompt."""
+        """Return greedy answers of one batch, padded on the left to its longest prompt."""
         longest = max(map(len, prompts))
         padding = [longest - len(prompt) for prompt in prompts]
         rows = [[self._end_ids[0]] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)]
@@ -60,15 +60,13 @@ class Generator:
         return [self._cut(row[longest:]) for row in output.tolist()]
 
     def _cut(self, ids: list[int]) -> NewTokens:
-        """Up to the first end token; what follows it is padding."""
-        for place, token in enumerate(ids):
-            if token in self._end_ids:
-                return NewTokens(ids[: place + 1], finished=True)
-        return NewTokens(ids, finished=False)
+        """Padding follows the first end token."""
+        end = next((index for index, token in enumerate(ids) if token in self._end_ids), None)
+        return NewTokens(ids if end is None else ids[: end + 1], end is not None)
 
 
 def load_model(folder: Path, device: torch.device, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """The whole model, head included, in `dtype` or else that of its files.
+    """Load the whole model, head included, in `dtype` or else that of its files.
 
     Raises:
         ModelError: the weights are missing, damaged or quantized, or the architecture is unknown.

@@ -1,4 +1,4 @@
-"""Tokenize texts that begin alike: only what is new is tokenized, and the ids are those of the whole text.
+"""Tokenize texts that begin alike: only the new part is tokenized, and the ids are those of the whole text.
 
 A tokenizer splits a text at its special tokens before it does anything else, and treats every piece on its own. So the
 ids of a text are those of its pieces, one after the other, where every piece but the first begins with a special token:
@@ -26,7 +26,7 @@ class _Cut(NamedTuple):
 
 
 class IncrementalTokenizer:
-    """Remembers the last text and where it may be cut."""
+    """Remembers the last text and the special tokens at which it may be cut."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -38,14 +38,13 @@ class IncrementalTokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, with those of the beginning that it shares with the text before."""
         if self._pattern is None:
-            return tokenize(self._tokenizer, text)
+            return tokenize(self._tokenizer, [text])[0]
         known = bisect_left(self._cuts, True, key=lambda cut: not text.startswith(self._text[: cut.stop]))
         begin, _, num_ids = self._cuts[known - 1] if known else _Cut(0, 0, 0)
         cuts, ids = self._cuts[: max(known - 1, 0)], self._ids[:num_ids]
-        tokens = [match.span() for match in self._pattern.finditer(text, begin)]
-        edges = [begin, *(start for start, _ in tokens if start > begin), len(text)]
+        spans = dict(match.span() for match in self._pattern.finditer(text, begin))
+        edges = [begin, *(start for start in spans if start > begin), len(text)]
         pieces = [text[start:stop] for start, stop in itertools.pairwise(edges)]
-        spans = dict(tokens)
         for start, piece_ids in zip(edges, tokenize(self._tokenizer, pieces), strict=False):
             if start in spans:
                 cuts.append(_Cut(start, spans[start], len(ids)))
@@ -55,7 +54,7 @@ class IncrementalTokenizer:
 
 
 def _cut_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
-    """Return what matches the tokens at which a text may be cut; None where there are none, or nothing is known."""
+    """Return a pattern of the tokens at which a text may be cut; None where there are none, or nothing is known."""
     if getattr(tokenizer, "backend_tokenizer", None) is None or getattr(tokenizer, "split_special_tokens", False):
         return None
     added = list(tokenizer.added_tokens_decoder.values())

@@ -1,8 +1,11 @@
-"""Files of conversations, as raw rows in the order of the file: JSON lines, JSON, Parquet, Arrow.
+"""Read files of conversations as raw rows in the order of the file: JSON lines, JSON, Parquet, Arrow.
 
 Text may be compressed by gzip, bzip2, xz or zstd. A JSON file is a list of rows, `{"data": [...]}`, or one row per line.
 A folder is all its files in the order of their names; one that Hugging Face `datasets` saved is its Arrow files.
 A row is a line of JSON as bytes, or an object. Blank lines and a byte order mark are no rows.
+
+Lines are read by `json`, not by pyarrow.json, which gives every key one type per block: `content` as a text in one row
+and as a list of parts in the next is an error there, and integers beside fractions become fractions.
 """
 
 import argparse
@@ -19,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from common.data.arrow_file import END_OF_STREAM
+from common.data.arrow_file import map_batches
 from common.data.saved_dataset import is_saved_dataset, saved_files
 from common.errors import DataError
 from launch.data.conversations import CATEGORY_KEYS
@@ -29,8 +32,14 @@ _BOM = b"\xef\xbb\xbf"
 _SUFFIXES = {".jsonl", ".json", ".ndjson", ".parquet", ".arrow"}
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
 _COLUMNS = {
-    *("messages", "conversations", "system", "tools", "finished", "prompt", "turns", *CATEGORY_KEYS),
+    *("messages", "conversations", "system", "tools", "functions", "finished", "prompt", "turns", *CATEGORY_KEYS),
     *("input_ids", "loss_mask", "prompt_ids", "answer_ids", "answers"),
+}
+_DECOMPRESS: dict[bytes, Any] = {  # by the first bytes of a file
+    b"\x1f\x8b": gzip.open,
+    b"BZh": bz2.open,
+    b"\xfd7zXZ\0": lzma.open,
+    b"\x28\xb5\x2f\xfd": lambda raw: io.BufferedReader(pa.CompressedInputStream(raw, "zstd")),
 }
 _UNREADABLE = {
     b"PK\3\4": "a zip archive",
@@ -59,33 +68,25 @@ class Chunk(NamedTuple):
 def parse_input(text: str) -> Input:
     """PATH[,weight=W][,rows=N], for argparse."""
     path, *settings = text.split(",")
-    chosen = Input(Path(path).expanduser())
-    for setting in settings:
-        key, _, value = setting.partition("=")
-        try:
-            if key == "weight" and float(value) > 0:
-                chosen = chosen._replace(weight=float(value))
-                continue
-            if key == "rows" and int(value) > 0:
-                chosen = chosen._replace(max_rows=int(value))
-                continue
-        except ValueError:
-            pass
-        raise argparse.ArgumentTypeError(f"{text}: needed PATH[,weight=W][,rows=N] with W and N above 0, found {setting}")
-    return chosen
+    try:
+        given = dict(setting.split("=") for setting in settings)
+        max_rows = int(given.pop("rows")) if "rows" in given else None
+        source = Input(Path(path).expanduser(), float(given.pop("weight", 1)), max_rows)
+        if not given and source.weight > 0 and (max_rows is None or max_rows > 0):
+            return source
+    except ValueError:
+        pass
+    needed = "PATH[,weight=W][,rows=N] with positive W and N"
+    raise argparse.ArgumentTypeError(f"{text}: needed {needed}, found {','.join(settings)}")
 
 
 def find_files(path: Path) -> list[Path]:
-    """Return the files of an input.
-
-    Raises:
-        DataError: nothing is there, nothing of a known kind, or several splits under one name.
-    """
+    """Return the files of an input. DataError for none of a known kind, or for several splits under one name."""
     if path.is_file():
         return [path]
     if not path.is_dir():
         raise DataError(f"{path}: needed a file or a folder, found none")
-    files = [file for file in _walk(path) if _kind(file) in _SUFFIXES]
+    files = [file for file in _files_under(path) if _kind(file) in _SUFFIXES]
     if not files:
         raise DataError(f"{path}: needed files that end in {', '.join(sorted(_SUFFIXES))}, or these and .gz, found none")
     return files
@@ -93,28 +94,23 @@ def find_files(path: Path) -> list[Path]:
 
 def find_skipped(path: Path) -> list[Path]:
     """Return the files in a folder that are no rows as far as their names tell."""
-    return [file for file in _walk(path) if _kind(file) not in _SUFFIXES] if path.is_dir() else []
+    return [file for file in _files_under(path) if _kind(file) not in _SUFFIXES] if path.is_dir() else []
 
 
 def read_chunks(source: Input) -> Iterator[Chunk]:
-    """All rows of an input, up to its limit.
-
-    Raises:
-        DataError: a file cannot be read to its end.
-    """
-    left = source.max_rows
+    """Yield all rows of an input, up to its limit. DataError where a file cannot be read to its end."""
+    num_rows = 0
     for path in find_files(source.path):
         for chunk in _read_file(path):
-            rows = chunk.rows[:left]
+            rows = chunk.rows if source.max_rows is None else chunk.rows[: source.max_rows - num_rows]
+            num_rows += len(rows)
             if rows:
                 yield Chunk(rows, chunk.num_bytes)
-            if left is not None:
-                left -= len(rows)
-                if left == 0:
-                    return
+            if num_rows == source.max_rows:
+                return
 
 
-def _walk(folder: Path) -> Iterator[Path]:
+def _files_under(folder: Path) -> Iterator[Path]:
     """Yield all files in the order of their names; of a folder that `datasets` saved those that hold its rows."""
     if is_saved_dataset(folder):
         yield from saved_files(folder)
@@ -123,7 +119,7 @@ def _walk(folder: Path) -> Iterator[Path]:
         if path.is_file():
             yield path
         elif path.is_dir() and not path.is_symlink():
-            yield from _walk(path)
+            yield from _files_under(path)
 
 
 def _kind(path: Path) -> str:
@@ -135,7 +131,10 @@ def _read_file(path: Path) -> Iterator[Chunk]:
         if _kind(path) == ".parquet":
             yield from _read_parquet(path)
         elif _kind(path) == ".arrow":
-            yield from _read_arrow(path)
+            for batch in map_batches(path)[1]:
+                for start in range(0, batch.num_rows, ROWS_PER_CHUNK):
+                    part = batch.slice(start, ROWS_PER_CHUNK)
+                    yield Chunk(_to_rows(part), part.nbytes)
         elif _kind(path) == ".json" and _is_one_value(path):
             yield from _read_value(path)
         else:
@@ -145,14 +144,10 @@ def _read_file(path: Path) -> Iterator[Chunk]:
 
 
 def _open(path: Path, raw: BinaryIO) -> Any:
-    """Return the text of a file, whatever compressed it.
-
-    Raises:
-        DataError: it is no text in UTF-8.
-    """
+    """Return the text of a file, decompressed. DataError where it is no text in UTF-8."""
     start = raw.read(6)
     raw.seek(0)
-    text = _decompress(start, raw)
+    text = next((decompress(raw) for magic, decompress in _DECOMPRESS.items() if start.startswith(magic)), raw)
     start = text.peek(6)[:6]
     if found := _UNREADABLE.get(start[:4]):
         raise DataError(f"{path}: needed JSON, found {found}")
@@ -161,31 +156,17 @@ def _open(path: Path, raw: BinaryIO) -> Any:
     return text
 
 
-def _decompress(start: bytes, raw: BinaryIO) -> Any:
-    if start.startswith(b"\x1f\x8b"):
-        return gzip.open(raw)
-    if start.startswith(b"BZh"):
-        return bz2.open(raw)
-    if start.startswith(b"\xfd7zXZ\0"):
-        return lzma.open(raw)
-    if start.startswith(b"\x28\xb5\x2f\xfd"):
-        return io.BufferedReader(pa.CompressedInputStream(raw, "zstd"))
-    return raw
-
-
 def _is_one_value(path: Path) -> bool:
     """Tell a list of rows, or an object of several lines or with `data`, from one row per line."""
     with path.open("rb") as raw, _open(path, raw) as file:
         lines = filter(None, (line.removeprefix(_BOM).strip() for line in file))
         first, second = next(lines, b""), next(lines, b"")
-    if first.startswith(b"[") or not first.startswith(b"{"):
+    if not first.startswith(b"{"):
         return first.startswith(b"[")
-    return _holds_data(first) if not second else not second.startswith(b"{") and not first.endswith(b"}")
-
-
-def _holds_data(line: bytes) -> bool:
+    if second:
+        return not second.startswith(b"{") and not first.endswith(b"}")
     try:
-        return isinstance(json.loads(line).get("data"), list)
+        return isinstance(json.loads(first).get("data"), list)
     except (ValueError, RecursionError):
         return False  # a damaged row
 
@@ -193,9 +174,12 @@ def _holds_data(line: bytes) -> bool:
 def _read_value(path: Path) -> Iterator[Chunk]:
     with path.open("rb") as raw, _open(path, raw) as file:
         value = json.loads(file.read().removeprefix(_BOM))
-    if isinstance(value, dict):
-        value = value["data"] if isinstance(value.get("data"), list) else [value]
-    yield from _cut(value, path.stat().st_size)
+    rows = [value] if isinstance(value, dict) and not isinstance(value.get("data"), list) else value
+    rows = rows["data"] if isinstance(rows, dict) else rows
+    num_bytes = path.stat().st_size
+    for start in range(0, len(rows), ROWS_PER_CHUNK):
+        part = rows[start : start + ROWS_PER_CHUNK]
+        yield Chunk(part, num_bytes * len(part) // len(rows))
 
 
 def _read_lines(path: Path) -> Iterator[Chunk]:
@@ -209,8 +193,7 @@ def _read_lines(path: Path) -> Iterator[Chunk]:
             if len(rows) == ROWS_PER_CHUNK:
                 yield Chunk(rows, raw.tell() - offset)
                 rows, offset = [], raw.tell()
-        num_bytes = path.stat().st_size
-        yield Chunk(rows, num_bytes - offset)
+        yield Chunk(rows, path.stat().st_size - offset)
 
 
 def _read_parquet(path: Path) -> Iterator[Chunk]:
@@ -220,25 +203,6 @@ def _read_parquet(path: Path) -> Iterator[Chunk]:
         for batch in file.iter_batches(ROWS_PER_CHUNK, columns=columns):
             share = batch.num_rows / max(1, file.metadata.num_rows)
             yield Chunk(_to_rows(batch), int(num_bytes * share))
-
-
-def _read_arrow(path: Path) -> Iterator[Chunk]:
-    with pa.memory_map(str(path)) as source:
-        is_file = source.read(6) == b"ARROW1"
-        source.seek(max(0, source.size() - len(END_OF_STREAM)))
-        if not is_file and source.read() != END_OF_STREAM:
-            raise DataError(f"{path}: cannot be read to its end: it has none (cut short?)")
-        source.seek(0)
-        reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
-        batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else reader
-        for batch in batches:
-            yield from _cut(_to_rows(batch), batch.nbytes)
-
-
-def _cut(rows: list[Any], num_bytes: int) -> Iterator[Chunk]:
-    for start in range(0, len(rows), ROWS_PER_CHUNK):
-        part = rows[start : start + ROWS_PER_CHUNK]
-        yield Chunk(part, num_bytes * len(part) // len(rows))
 
 
 def _to_rows(batch: pa.RecordBatch) -> list[Any]:

@@ -1,11 +1,11 @@
-"""Loss masks from token differences: an answer is what a render with it has more than one that stops before it.
+"""Loss masks from token differences: an answer is the part of a render with it that one before it lacks.
 
 For the answer at message t two renders are compared:
 
-    history    messages before t, and the generation prompt     <- what the target was given
-    answered   messages up to t                                 <- the same and what it said
+    history    messages before t, and the generation prompt     <- the target was given this
+    answered   messages up to t                                 <- this and its answer
 
-So what a template puts into the generation prompt is not supervised, and text that quotes its markers is only text.
+So text that a template puts into the generation prompt is not supervised, and text that quotes its markers is only text.
 Where a template renders earlier answers differently once others follow (thinking models), one row cannot show them
 all as they were served: an answer that does not go on from the row before begins a row of its own.
 """
@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from common.data.arrow_file import Sample
 from launch.data.chat import TEMPLATE_ERRORS, render_text
-from launch.data.conversations import Conversation, Message
+from launch.data.conversations import Conversation, Message, without_weight
 from launch.data.incremental import IncrementalTokenizer
 from launch.data.rules import Changed, Dropped, Outcome
 
@@ -85,25 +85,28 @@ class Masker:
         return Outcome([_to_sample(row) for row in rows], reason)
 
     def _render(self, conversation: Conversation, turn: int, *, is_cut: bool) -> _Answer | Dropped:
-        message, tools = conversation.messages[turn], conversation.tools
-        prompt = self._text(conversation.messages[:turn], tools, generation_prompt=True)
-        text = self._text(conversation.messages[: turn + 1], tools)
+        before, message, tools = conversation.messages[:turn], conversation.messages[turn], conversation.tools
+        prompt = self._text(before, tools, generation_prompt=True)
+        for form in (_with_open_reasoning(message), message) if is_cut else (message,):
+            text = self._text([*before, form], tools)
+            end_of_speech = _find_end_of_speech(form, text, len(prompt)) if is_cut else None
+            if end_of_speech is not None:
+                break
         if message.get("tool_calls") and not self._shows_calls(conversation, turn, text, len(prompt)):
             return Dropped.UNSEEN_CALL
-        said_up_to = _find_end_of_speech(message, text, len(prompt)) if is_cut else None
-        history, ids = self._encode(prompt), self._encode(text[:said_up_to])
+        history, ids = self._encode(prompt), self._encode(text[:end_of_speech])
         if ids[: len(history)] != history:
             return Dropped.REWRITTEN
-        return _Answer(ids if said_up_to else self._end(ids, len(history), message, is_cut=is_cut), len(history))
+        return _Answer(ids if end_of_speech else self._end(ids, len(history), message, is_cut=is_cut), len(history))
 
     def _end(self, ids: list[int], start: int, message: Message, *, is_cut: bool) -> list[int]:
         """Return the ids up to the token that ends the answer: in the render, or the one that begins the next turn."""
         next_turn = self._next_turn[bool(message.get("tool_calls"))]
-        end = self._find_last(ids, start, self._end_ids)
+        end = _find_last(ids, start, self._end_ids)
         if end is None and next_turn is not None:
             return ids if is_cut else [*ids, next_turn]
         if end is None:
-            end = self._find_last(ids, start, self._special_ids)
+            end = _find_last(ids, start, self._special_ids)
         return ids if end is None else ids[: end if is_cut else end + 1]
 
     def _find_next_turn(self, *, calls: bool) -> int | None:
@@ -123,34 +126,36 @@ class Masker:
         names = [call["function"]["name"] for call in message["tool_calls"]]
         if not all(name in text[start:] for name in names):
             return False
-        said = message["content"] + (message.get("reasoning_content") or "")
-        if not any(name in said for name in names):
+        words = message["content"] + (message.get("reasoning_content") or "")
+        if not any(name in words for name in names):
             return True
         without = {key: value for key, value in message.items() if key != "tool_calls"}
         try:
             return self._text([*conversation.messages[:turn], without], conversation.tools) != text
         except TEMPLATE_ERRORS:
-            return True  # a turn without text and without calls is refused: the calls were looked at
+            return True  # the template refuses a turn without text and without calls, so it read the calls
 
     def _shows_tools(self, conversation: Conversation, turn: int) -> bool:
-        prompts = [
-            self._text(conversation.messages[:turn], tools, generation_prompt=True) for tools in (conversation.tools, None)
-        ]
-        return prompts[0] != prompts[1]
+        history = conversation.messages[:turn]
+        given, none = (self._text(history, tools, generation_prompt=True) for tools in (conversation.tools, None))
+        return given != none
 
     def _text(self, messages: list[Message], tools: list[Any] | None = None, *, generation_prompt: bool = False) -> str:
-        return render_text(
-            self._tokenizer,
-            [_without_weight(message) for message in messages],
-            generation_prompt=generation_prompt,
-            tools=tools,
-            settings=self._settings,
-        )
+        messages = [without_weight(message) for message in messages]
+        return render_text(self._tokenizer, messages, generation_prompt=generation_prompt, tools=tools, settings=self._settings)
 
-    @staticmethod
-    def _find_last(ids: list[int], start: int, ends: set[int]) -> int | None:
-        """Return the index of the last end token: what a template adds behind it, such as a line feed, is not generated."""
-        return next((index for index in range(len(ids) - 1, start - 1, -1) if ids[index] in ends), None)
+
+def _find_last(ids: list[int], start: int, ends: set[int]) -> int | None:
+    """Return the index of the last end token: text that a template adds behind it, such as a line feed, is not generated."""
+    return next((index for index in range(len(ids) - 1, start - 1, -1) if ids[index] in ends), None)
+
+
+def _with_open_reasoning(message: Message) -> Message:
+    """Return an answer cut within a <think> block of its text as one with reasoning: a template closes an empty block first."""
+    lead, _, reasoning = message["content"].partition("<think>")
+    if lead.strip() or not reasoning.strip() or "</think>" in reasoning or message.get("reasoning_content"):
+        return message
+    return message | {"content": "", "reasoning_content": reasoning.removeprefix("\n")}
 
 
 def _find_end_of_speech(message: Message, text: str, start: int) -> int | None:
@@ -158,16 +163,12 @@ def _find_end_of_speech(message: Message, text: str, start: int) -> int | None:
     if message.get("tool_calls"):
         return None
     words = message["content"] if message["content"].strip() else message.get("reasoning_content") or ""
-    found = ((text.rfind(said, start), said) for said in (words, words.strip()))
-    return next((index + len(said) for index, said in found if index >= 0), None)
+    found = ((text.rfind(part, start), part) for part in (words, words.strip()))
+    return next((index + len(part) for index, part in found if index >= 0), None)
 
 
 def _says_something(message: Message) -> bool:
     return bool(message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content"))
-
-
-def _without_weight(message: Message) -> Message:
-    return {key: value for key, value in message.items() if key != "weight"}
 
 
 def _add(rows: list[_Row], answer: _Answer) -> None:

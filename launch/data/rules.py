@@ -9,7 +9,7 @@ import numpy as np
 from common.data.arrow_file import Int32Array, Sample
 
 BUCKET_LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-_MAX_REFUSALS = 20  # reasons that are told apart: some name what stands in the row
+_MAX_REFUSALS = 20  # reasons counted one by one: some quote the row
 _EXACT_IDS_HINT = (
     "hint: the chat template rewrites what was said, such as its reasoning, so the answer cannot be found in the render: "
     "only rows with exact ids can serve (launch.regenerate)"
@@ -17,7 +17,7 @@ _EXACT_IDS_HINT = (
 
 
 class Dropped(StrEnum):
-    """Why nothing of a row is used."""
+    """Rules by which nothing of a row is used."""
 
     NOT_JSON = "not JSON"
     NO_CONVERSATION = "neither a conversation nor token ids"
@@ -43,7 +43,7 @@ class Dropped(StrEnum):
 
 
 class Changed(StrEnum):
-    """What was done to a row that is used."""
+    """Changes of a row that is used."""
 
     LEADING_ANSWER = "answers before the first question removed"
     EMPTY_ANSWER = "an empty answer is not supervised"
@@ -59,19 +59,19 @@ Reason = Dropped | Changed
 
 
 class Outcome(NamedTuple):
-    """What became of a row: its samples, the rule it falls under, and what a template said when it refused."""
+    """The samples of a row, the rule it falls under, and the reason of a template that refused it."""
 
     samples: list[Sample]
     reason: Reason | None = None
     refusal: str = ""
 
     def of_category(self, category: str) -> "Outcome":
-        """The same, with the category of the row in every sample."""
-        return self._replace(samples=[sample._replace(category=category) for sample in self.samples]) if category else self
+        """Return the outcome with the category of the row in every sample."""
+        return self._replace(samples=[sample._replace(category=category) for sample in self.samples])
 
 
 class Limits(NamedTuple):
-    """What a sample must keep to."""
+    """The limits of a sample."""
 
     vocab_size: int
     max_length: int
@@ -79,7 +79,7 @@ class Limits(NamedTuple):
 
 
 def check(sample: Sample, limits: Limits) -> Sample | Dropped:
-    """The sample, cut where it is allowed, or the rule that drops it."""
+    """Return the sample, cut where it is allowed, or the rule that drops it."""
     input_ids, loss_mask, _ = sample
     if len(input_ids) == 0 or not loss_mask.any():
         return Dropped.NOT_SUPERVISED
@@ -97,21 +97,19 @@ def check(sample: Sample, limits: Limits) -> Sample | Dropped:
 
 def check_all(outcome: Outcome, limits: Limits) -> Outcome:
     """Check every sample of a row and name the row's rule."""
-    if not outcome.samples:
-        return outcome
     checked = [check(sample, limits) for sample in outcome.samples]
     kept = [sample for sample in checked if isinstance(sample, Sample)]
-    if not kept:
+    if checked and not kept:
         return Outcome([], next(rule for rule in checked if isinstance(rule, Dropped)))
     if len(kept) < len(checked):
         return Outcome(kept, Changed.SOME_TURNS)
     if any(len(after.input_ids) < len(before.input_ids) for before, after in zip(outcome.samples, kept, strict=True)):
         return Outcome(kept, Changed.TRUNCATED)
-    return Outcome(kept, outcome.reason)
+    return outcome._replace(samples=kept)
 
 
 def _has_pair(sample: Sample) -> bool:
-    """Whether a block can be drafted at all: a supervised token after a supervised one."""
+    """A block needs a supervised token after a supervised one."""
     return bool((sample.loss_mask[:-1] & sample.loss_mask[1:]).any())
 
 
@@ -125,7 +123,7 @@ class Tally:
         self._lengths: list[int] = []
 
     def count(self, outcome: Outcome) -> None:
-        """One row that was read."""
+        """Count one row that was read."""
         self.num_rows_in += 1
         self.num_rows_kept += bool(outcome.samples)
         if outcome.reason is not None:
@@ -140,7 +138,7 @@ class Tally:
             self._lengths.append(len(sample.input_ids))
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, for report.json."""
+        """Return all counts, for report.json."""
         rules: dict[str, dict[str, int]] = {"changed": {}, "dropped": {}}
         for reason, count in self.reasons.most_common():
             rules["dropped" if isinstance(reason, Dropped) else "changed"][str(reason)] = count
@@ -158,18 +156,15 @@ class Tally:
 
 
 def histogram(lengths: Int32Array) -> dict[str, int]:
-    """Samples per bucket of lengths, from the first bucket to the last that holds any."""
-    places = np.searchsorted(BUCKET_LENGTHS, lengths)
-    counts = np.bincount(places, minlength=len(BUCKET_LENGTHS) + 1).tolist()
-    while counts and not counts[-1]:
-        counts.pop()
+    """Count samples per bucket of lengths, from the first bucket to the last that holds any."""
+    counts = np.bincount(np.searchsorted(BUCKET_LENGTHS, lengths)).tolist()
     starts = [1, *(bound + 1 for bound in BUCKET_LENGTHS)]
-    names = [f"{start}-{bound}" for start, bound in zip(starts, BUCKET_LENGTHS, strict=False)] + [f"{starts[-1]}-"]
+    names = [f"{start}-{bound}" for start, bound in zip(starts, [*BUCKET_LENGTHS, ""], strict=True)]
     return dict(zip(names, counts, strict=False))
 
 
 def format_report(report: dict[str, Any]) -> str:
-    """`Tally.as_json` as a table."""
+    """Return `Tally.as_json` as a table."""
     lines = [("rows in", report["rows_in"]), ("rows kept", report["rows_kept"])]
     for kind in ("changed", "dropped"):
         for name, count in report[kind].items():

@@ -1,4 +1,4 @@
-"""Which samples are written, how often and where: duplicates, weights, and the rows held out."""
+"""Select the samples to write: duplicates out, copies by weight, the last rows held out."""
 
 import hashlib
 from collections import deque
@@ -12,13 +12,13 @@ _DIGEST_BYTES = 8
 
 
 class Duplicates:
-    """Samples that were there before, in any of the data sets; 64 bits are kept of each."""
+    """Samples of all data sets so far; 64 bits are kept of each."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
 
     def remove(self, outcome: Outcome) -> Outcome:
-        """The outcome without them."""
+        """Return the outcome without samples that were there before."""
         new = [sample for sample in outcome.samples if self._is_new(sample)]
         if len(new) == len(outcome.samples):
             return outcome
@@ -32,9 +32,9 @@ class Duplicates:
 
 
 class Selection:
-    """One data set on its way: rows go in, samples for training come out; its last rows stay for the held-out set.
+    """The rows of one data set: pushed in, they come out as samples for training; the last stay for the held-out set.
 
-    What is held out is a row as a whole, so that no conversation stands on both sides, and once, whatever the weight.
+    A row is held out as a whole, so that no conversation is in both sets, and once, whatever the weight.
     """
 
     def __init__(self, source: Input, num_held_out: int) -> None:
@@ -45,7 +45,7 @@ class Selection:
         self._num_last = 0
 
     def weigh(self, outcome: Outcome) -> tuple[Outcome, int]:
-        """The outcome, and how often it is used: by the place of the row among those that are usable."""
+        """Return the outcome, and its number of copies: by the index of the row among those that are usable."""
         if not outcome.samples:
             return outcome, 0
         before, after = int(self.num_rows * self._weight), int((self.num_rows + 1) * self._weight)
@@ -53,7 +53,7 @@ class Selection:
         return (outcome, after - before) if after > before else (Outcome([], Dropped.WEIGHT), 0)
 
     def push(self, samples: list[Sample], copies: int) -> Iterator[Sample]:
-        """Put in a row; what is too early to be held out comes out."""
+        """Put in a row; rows that are too early to be held out come out."""
         self._last.append((samples, copies))
         self._num_last += len(samples)
         while self._last and self._num_last - len(self._last[0][0]) >= self._num_held_out:
@@ -62,10 +62,10 @@ class Selection:
             yield from samples * copies
 
     def held_out(self) -> list[Sample]:
-        """The rows that are left at the end: at least as many samples as asked for, where there are so many."""
+        """Return the last rows: at least as many samples as requested, where there are so many."""
         return [sample for samples, _ in self._last for sample in samples]
 
 
 def share_out(num_held_out: int, num_inputs: int) -> list[int]:
-    """Equal shares of the held-out rows, the first ones larger by one where they do not come out even."""
-    return [num_held_out // num_inputs + (place < num_held_out % num_inputs) for place in range(num_inputs)]
+    """Return equal shares of the held-out rows, the first ones larger by one where they do not come out even."""
+    return [num_held_out // num_inputs + (index < num_held_out % num_inputs) for index in range(num_inputs)]

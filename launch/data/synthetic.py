@@ -1,4 +1,4 @@
-"""Made-up data that a draft model can learn: cycles of token ids, repeated from a random phase."""
+"""Write made-up data that a draft model can learn: cycles of token ids, repeated from a random phase."""
 
 import shutil
 from pathlib import Path
@@ -15,11 +15,10 @@ from common.errors import ConfigError, DataError
 
 MAX_CYCLES = 16
 CYCLE_LENGTH = 8
-_SPLITS = {"train": 1, "eval": 2}
 
 
 def write_synthetic(config: Config, folder: Path) -> None:
-    """Write `folder`/train and `folder`/eval as `config.data.synthetic` asks; what is there already is kept.
+    """Write `folder`/train and `folder`/eval as `config.data.synthetic` says; sets that are there already are kept.
 
     Both follow the same cycles; a token belongs to one cycle at most, so each token decides the next.
     The first quarter of a sample is its prompt, the rest is supervised.
@@ -30,7 +29,7 @@ def write_synthetic(config: Config, folder: Path) -> None:
     synthetic = config.data.synthetic
     assert synthetic is not None
     _check(synthetic, config.shape.vocab_size)
-    for split, num_samples in (("train", synthetic.num_samples), ("eval", synthetic.num_eval_samples)):
+    for stream, (split, num_samples) in enumerate({"train": synthetic.num_samples, "eval": synthetic.num_eval_samples}.items()):
         source = {
             "made_by": "launch.data.synthetic",
             "split": split,
@@ -41,7 +40,8 @@ def write_synthetic(config: Config, folder: Path) -> None:
         }
         if not _is_there(folder / split, source):
             shutil.rmtree(folder / split, ignore_errors=True)
-            _write(config, synthetic, folder / split, num_samples, source)
+            with DatasetWriter(folder / split, source) as writer:
+                _write(config, synthetic, num_samples, _generator(config.seed, stream + 1), writer)
 
 
 def _check(synthetic: SyntheticConfig, vocab_size: int) -> None:
@@ -62,16 +62,16 @@ def _is_there(folder: Path, source: dict[str, Any]) -> bool:
         return False
 
 
-def _write(config: Config, synthetic: SyntheticConfig, folder: Path, num_samples: int, source: dict[str, Any]) -> None:
+def _write(
+    config: Config, synthetic: SyntheticConfig, num_samples: int, random: np.random.Generator, writer: DatasetWriter
+) -> None:
     cycles = _make_cycles(config.seed, config.shape.vocab_size, config.draft.mask_token_id)
-    random = _generator(config.seed, _SPLITS[folder.name])
-    with DatasetWriter(folder, source) as writer:
-        for _ in range(num_samples):
-            length = int(random.integers(synthetic.min_length, synthetic.max_length, endpoint=True))
-            cycle = cycles[random.integers(len(cycles))]
-            phase = random.integers(CYCLE_LENGTH)
-            places = np.arange(length)
-            writer.add(cycle[(places + phase) % CYCLE_LENGTH], places >= length // 4)
+    for _ in range(num_samples):
+        length = int(random.integers(synthetic.min_length, synthetic.max_length, endpoint=True))
+        cycle = cycles[random.integers(len(cycles))]
+        phase = random.integers(CYCLE_LENGTH)
+        offsets = np.arange(length)
+        writer.add(cycle[(offsets + phase) % CYCLE_LENGTH], offsets >= length // 4)
 
 
 def _make_cycles(seed: int, vocab_size: int, mask_token_id: int) -> npt.NDArray[np.int32]:
@@ -82,5 +82,5 @@ def _make_cycles(seed: int, vocab_size: int, mask_token_id: int) -> npt.NDArray[
     return chosen.reshape(num_cycles, CYCLE_LENGTH)
 
 
-def _generator(seed: int, purpose: int) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, purpose))))
+def _generator(seed: int, stream: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, stream))))

@@ -1,4 +1,4 @@
-"""An answer as it grows, its limits, and its final form."""
+"""The answer to a prompt: its limits, its tokens while it grows, and its final form."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from launch.decoding.sampling import GREEDY, Sampling
 
 
 class Limits(NamedTuple):
-    """How an answer is chosen and where it ends."""
+    """Say which tokens an answer may have."""
 
     max_new_tokens: int
     stop_tokens: Collection[int] = ()
@@ -21,7 +21,7 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True)
 class Decoding:
-    """The answer to one prompt. Two are equal whatever time they took.
+    """The answer to one prompt. Times do not count when two are compared.
 
     Attributes:
         tokens: the new tokens, up to and with the first stop token.
@@ -39,10 +39,10 @@ class Decoding:
 
 
 class Answer:
-    """One answer as it grows."""
+    """One answer while it grows, with its random numbers."""
 
     def __init__(self, target: PreTrainedModel, prompt: Sequence[int], limits: Limits, seed: Sequence[int]) -> None:
-        """Begin an empty answer. DataError where the prompt is empty or longer than the target, or no token is asked for."""
+        """Begin an empty answer; DataError where the prompt is empty or longer than the target, or no token is wanted."""
         longest = max_length(target)
         if not 1 <= len(prompt) <= longest:
             raise DataError(f"prompt: needed 1 to {longest} tokens, found {len(prompt)}")
@@ -52,7 +52,7 @@ class Answer:
         self.tokens: list[int] = []
         self.accepted: list[int] = []
         self._stop_tokens = limits.stop_tokens
-        self._max_tokens = min(limits.max_new_tokens, longest - len(prompt) + 1)  # the last one needs no position
+        self._max_tokens = min(limits.max_new_tokens, longest - len(prompt) + 1)  # the last token needs no position
 
     @property
     def room(self) -> int:
@@ -60,7 +60,7 @@ class Answer:
         return 0 if self.tokens and self.tokens[-1] in self._stop_tokens else self._max_tokens - len(self.tokens)
 
     def add(self, tokens: Sequence[int]) -> int:
-        """Append as many as there is room for, up to the first stop token; returns how many."""
+        """Append as many tokens as there is room for, up to the first stop token; return how many."""
         before = len(self.tokens)
         for token in tokens[: self.room]:
             self.tokens.append(token)
@@ -70,6 +70,6 @@ class Answer:
 
 
 def max_length(target: PreTrainedModel) -> int:
-    """The number of positions that the target was made for."""
+    """Return the number of positions that the target was made for."""
     length: int = target.config.get_text_config(decoder=True).max_position_embeddings
     return length

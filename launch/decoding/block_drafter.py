@@ -1,6 +1,6 @@
-"""Draft the block after a growing context, whose keys and values are computed once.
+"""Draft the block after a growing context, whose keys and values are computed once per row.
 
-Shapes: n new context rows, B block size, K taps, H hidden, V vocabulary, Hkv key and value heads, D head_dim.
+Shapes: n new context rows, B block size, K taps, H hidden, V vocabulary.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from services.drafter.model.visibility import BlockAnchors, key_runs
 
 
 class BlockDrafter:
-    """One context; each of its rows is projected once."""
+    """A draft model with the cached keys and values of one context."""
 
     def __init__(self, draft: DraftModel, config: DraftConfig, target: PreTrainedModel) -> None:
         self._draft, self._config, self._device = draft, config, draft.fc.weight.device
@@ -30,20 +30,20 @@ class BlockDrafter:
 
     def append(self, taps: Tensor) -> None:
         """Add the rows [n, K, H] that follow the context."""
-        projected = self._draft.project_context(taps)
-        new = self._draft.context_keys_values(projected, self._positions(len(taps)))
-        for layer, pair in enumerate(new):
-            key, value = (torch.cat(both, dim=1) for both in zip(self._layers[layer], pair, strict=True))
-            self._layers[layer] = key, value
+        new = self._draft.context_keys_values(self._draft.project_context(taps), self._positions(len(taps)))
+        self._layers = [
+            (torch.cat([keys, new_keys], dim=1), torch.cat([values, new_values], dim=1))
+            for (keys, values), (new_keys, new_values) in zip(self._layers, new, strict=True)
+        ]
         self._length += len(taps)
 
     def hidden(self, anchor_token: int) -> Tensor:
-        """Return the block [B, H] whose anchor token comes right after the context, before the head."""
+        """Return the block [B, H], before the head, whose anchor token comes right after the context."""
         tokens = torch.tensor([anchor_token, self._config.mask_token_id], device=self._device)
         attends = {window: self._attention(window) for window in set(self._draft.windows)}
-        attend_of_layers = [attends[window] for window in self._draft.windows]
         positions = self._positions(self._config.block_size)
-        block: Tensor = self._draft(self._embedding(tokens), positions, self._layers, attend_of_layers)
+        layers = [attends[window] for window in self._draft.windows]
+        block: Tensor = self._draft(self._embedding(tokens), positions, self._layers, layers)
         return block
 
     def logits(self, anchor_token: int) -> Tensor:

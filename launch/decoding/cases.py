@@ -1,7 +1,7 @@
-"""What is decoded: held-out samples, files of prompts, or one typed message; with a category each."""
+"""Conversations to decode, each with a category: held-out samples, files of prompts, or one typed message."""
 
 from collections import Counter
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -17,44 +17,42 @@ from launch.data.prompts import Script, read_scripts
 
 Settings = Mapping[str, Any]  # variables of a chat template
 Turns = Generator[list[int], list[int], None]  # gives the prompt of each turn, takes the answer to it
+_NO_SETTINGS: Settings = MappingProxyType({})
 
 
 class Case(NamedTuple):
-    """A conversation to be held."""
+    """A conversation to hold."""
 
     name: str
     category: str
     turns: Turns
 
 
-def typed_case(tokenizer: PreTrainedTokenizerBase, text: str, settings: Settings = MappingProxyType({})) -> Case:
-    """A user's message through the target's chat template, whose variables `settings` are."""
+def typed_case(tokenizer: PreTrainedTokenizerBase, text: str, settings: Settings = _NO_SETTINGS) -> Case:
+    """Return a user's message as a case."""
     script = Script([{"role": "user", "content": text}, None])
-    return Case(f'prompt "{text}"', "typed", hold(script, tokenizer, settings))
+    return Case(f'prompt "{text}"', "typed", _hold(script, tokenizer, settings))
 
 
 def file_cases(
-    sources: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    unusable: Counter[str],
-    settings: Settings = MappingProxyType({}),
+    sources: Sequence[str], tokenizer: PreTrainedTokenizerBase, unusable: Counter[str], settings: Settings = _NO_SETTINGS
 ) -> list[Case]:
-    """The conversations of files (see launch/data/prompts.py); a row without a category has that of its file's name.
+    """Return the conversations of files (see launch/data/prompts.py); the category of a row defaults to its file's name.
 
     Raises:
         DataError: no such file, or nothing in it to answer.
     """
     return [
-        Case(f"{Path(source).name} {number}", script.category or Path(source).stem, hold(script, tokenizer, settings))
+        Case(f"{Path(source).name} {number}", script.category or Path(source).stem, _hold(script, tokenizer, settings))
         for source in sources
         for number, script in enumerate(read_scripts(source, None, unusable))
     ]
 
 
 def held_out_cases(config: Config, num_each: int) -> list[Case]:
-    """What stands before the first supervised token of held-out samples, at least one token.
+    """Return the tokens before the first supervised one of held-out samples, at least one token each.
 
-    The category is the evaluation set, or set/category where samples name one.
+    The category is the evaluation set, or set/category where samples name one; each gets `num_each` cases.
 
     Raises:
         DataError: the run has no evaluation set, or one is unreadable.
@@ -67,17 +65,17 @@ def held_out_cases(config: Config, num_each: int) -> list[Case]:
     for number in _first_of_each(categories, num_each):
         sample = held_out.read(number)
         prompt = sample.input_ids[: max(int(sample.loss_mask.argmax()), 1)].tolist()
-        cases.append(Case(f"held-out sample {number}", categories[number], _ask_once(prompt)))
+        cases.append(Case(f"held-out sample {number}", categories[number], _hold_one_turn(prompt)))
     return cases
 
 
 def first_of_each_category(cases: Sequence[Case], num_each: int) -> list[Case]:
-    """The first cases of every category, in their order."""
+    """Return the first cases of every category, in their order."""
     return [cases[number] for number in _first_of_each([case.category for case in cases], num_each)]
 
 
-def hold(script: Script, tokenizer: PreTrainedTokenizerBase, settings: Settings) -> Turns:
-    """Turn after turn, each prompt with the answers before it."""
+def _hold(script: Script, tokenizer: PreTrainedTokenizerBase, settings: Settings) -> Turns:
+    """Render turn after turn, each prompt with the answers before it."""
     messages: list[Message] = []
     for turn in script.turns:
         if turn is not None:
@@ -87,11 +85,11 @@ def hold(script: Script, tokenizer: PreTrainedTokenizerBase, settings: Settings)
         messages.append({"role": "assistant", "content": str(tokenizer.decode(answer, skip_special_tokens=True))})
 
 
-def _ask_once(prompt: list[int]) -> Turns:
+def _hold_one_turn(prompt: list[int]) -> Turns:
     yield prompt
 
 
-def _first_of_each(categories: Iterable[str], num_each: int) -> list[int]:
+def _first_of_each(categories: Sequence[str], num_each: int) -> list[int]:
     seen: Counter[str] = Counter()
     first = []
     for number, category in enumerate(categories):

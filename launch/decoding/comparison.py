@@ -16,7 +16,7 @@ _WARM_UP_TOKENS = 32
 
 
 class Turn(NamedTuple):
-    """One answer, both ways; `difference` only of greedy answers that are not the same."""
+    """One answer decoded both ways; `difference` only of greedy answers that are not equal."""
 
     case: Case
     number: int  # of the turn in its conversation
@@ -41,7 +41,7 @@ class Comparison:
         self._max_length = max_length(pair.target)
 
     def warm_up(self) -> None:
-        """Decode something of no interest, so that kernels are compiled and chosen before anything is timed."""
+        """Decode any text, so that kernels are compiled and chosen before anything is timed."""
         config = self._pair.config
         prompt = [config.mask_token_id] * min(_WARM_UP_TOKENS, self._max_length)
         limits = Limits(2 * config.block_size)
@@ -66,7 +66,7 @@ class Comparison:
         return Turn(case, number, prompt, plain, fast, difference)
 
     def _next(self, case: Case, answer: list[int] | None) -> list[int] | None:
-        """The next prompt of a conversation; None at its end, and where it cannot go on."""
+        """Return the next prompt of a conversation; None at its end, and where it cannot go on."""
         try:
             prompt = next(case.turns) if answer is None else case.turns.send(answer)
         except StopIteration:

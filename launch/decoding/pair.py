@@ -11,6 +11,7 @@ from common.config import ActorsConfig, Config, DataConfig, DraftConfig, DType, 
 from common.errors import CheckpointError
 from common.target_shape import read_target_shape
 from launch.decoding.full_target import load_full_target
+from launch.decoding.passes import check_cache
 from services.drafter.folder.drafter_folder import Drafter, read_drafter
 from services.drafter.model.model import DraftModel
 
@@ -29,12 +30,14 @@ def load_pair(config: Config, drafter: Path, device: torch.device) -> Pair:
     """The target of `config` and the drafter of a folder, which must be that of `config`.
 
     Raises:
-        HeadraceError: one of them is missing or damaged, or they do not fit.
+        HeadraceError: one of them is missing or damaged, they do not fit, or the cache of the target is wrong.
     """
     found = read_drafter(drafter)
     if misfits := found.misfits(config):
         raise CheckpointError(f"{drafter} ({found.layout} layout) does not fit: {'; '.join(misfits)}")
-    return Pair(load_full_target(config, device), found.build(config).to(device), config.draft)
+    target = load_full_target(config, device)
+    check_cache(target)
+    return Pair(target, found.build(config).to(device), config.draft)
 
 
 def with_dtype(config: Config, dtype: DType) -> Config:

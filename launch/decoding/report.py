@@ -1,10 +1,11 @@
-"""What an evaluation found: per category and in total, as typed figures and as text. B block size."""
+"""The result of an evaluation: figures per category and in total, as JSON and as text. B block size."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
+from rich.table import Column, Table
 
 from common.acceptance import Acceptance
 from common.run_dir import write_json
@@ -34,7 +35,7 @@ class Lossless(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Figures(Acceptance, frozen=True, kw_only=True):
-    """A category, or all."""
+    """The answers of a category, or all answers."""
 
     num_answers: int
     num_answer_tokens: int
@@ -56,7 +57,7 @@ class Parting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured and how."""
+    """The models, the machine and the options of an evaluation."""
 
     target: str
     drafter: str
@@ -86,76 +87,79 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_same(self) -> bool:
-        """No greedy answer differs, ties included."""
+        """Return True if no greedy answer differs, ties included."""
         return not self.partings
 
-    def lines(self) -> list[str]:
-        """The text that a person reads."""
-        names = list(self.categories) if len(self.categories) > 1 else []
-        width = max(len(name) for name in ["category", "total", *names])
-        head = f"{'category':{width}}  answers   tokens  acceptance  passes saved   at position 1, 2, ..."
-        rows = [_row(name, self.categories[name], width) for name in names]
-        table = [head, *rows, _row("total", self.total, width)]
-        left_out = [f"left out           {count} turns: {reason}" for reason, count in self.left_out.items()]
-        return [*table, "", *self._totals(), *left_out, *self._verdict()]
+    def table(self) -> Table:
+        """Return a row per category and one for the total; the last columns are the shares accepted by draft position."""
+        positions = map(str, range(1, self.setup.block_size))
+        numbers = ("answers", "tokens", "acceptance", "passes saved", *positions)
+        table = Table("category", *(Column(name, justify="right", no_wrap=True) for name in numbers), box=None, pad_edge=False)
+        for name, found in [*self.categories.items(), ("total", self.total)][-1 if len(self.categories) == 1 else 0 :]:
+            counts = (
+                str(found.num_answers),
+                str(found.num_answer_tokens),
+                f"{found.acceptance:.2f}",
+                f"{found.passes_saved:.1%}",
+            )
+            table.add_row(name, *counts, *(f"{share:.2f}" for share in found.acceptance_per_position))
+        return table
 
-    def _totals(self) -> list[str]:
-        total = self.total
-        plain, fast = total.plain, total.speculative
+    def lines(self) -> list[str]:
+        """Return the totals, the turns that were left out, and whether the answers are equal, as text."""
+        total, plain, fast = self.total, self.total.plain, self.total.speculative
         lines = [
             f"target passes      plain {plain.num_target_passes}, speculative {fast.num_target_passes}",
             f"acceptance length  {total.acceptance:.2f} tokens per verification round, {total.num_rounds} rounds",
         ]
-        if plain.ms_per_token is not None and fast.ms_per_token is not None and total.speedup is not None:
-            times = (
-                f"plain {plain.ms_per_token:.2f} ms, speculative {fast.ms_per_token:.2f} ms: {total.speedup:.2f} times as fast"
-            )
+        if total.speedup is not None:
             on_cpu = "; on a CPU this says nothing of a GPU" if self.setup.device == "cpu" else ""
-            lines.append(f"time per token     {times}{on_cpu}")
-        return lines
+            times = f"plain {plain.ms_per_token:.2f} ms, speculative {fast.ms_per_token:.2f} ms"
+            lines.append(f"time per token     {times}: {total.speedup:.2f} times as fast{on_cpu}")
+        lines += [f"left out           {count} turns: {reason}" for reason, count in self.left_out.items()]
+        return lines + self._verdict()
 
     def _verdict(self) -> list[str]:
-        if self.total.lossless is None:
+        found = self.total.lossless
+        if found is None:
             return ["same tokens        not compared: the answers were sampled"]
-        lines = [_describe(parting, self.setup.dtype) for parting in self.partings[:_MAX_DIFFERENCES]]
-        more = len(self.partings) - len(lines)
-        if more > 0:
-            lines.append(f"and {more} more")
-        if not self.partings:
+        if self.is_same:
             return ["same tokens        yes"]
-        found, num_answers = self.total.lossless, self.total.num_answers
-        lines.append(
-            f"answers            {found.num_same} of {num_answers} the same, {found.num_ties} ties, {found.num_other} other"
-        )
-        return [*lines, "same tokens        no" + ("" if found.num_other else ": ties within rounding")]
+        lines = [_describe(parting, self.setup.dtype) for parting in self.partings[:_MAX_DIFFERENCES]]
+        if len(self.partings) > len(lines):
+            lines.append(f"and {len(self.partings) - len(lines)} more")
+        counts = f"{found.num_same} of {self.total.num_answers} the same, {found.num_ties} ties, {found.num_other} other"
+        ties = "" if found.num_other else ": ties within rounding"
+        return [*lines, f"answers            {counts}", f"same tokens        no{ties}"]
 
 
 def make_report(setup: Setup, turns: Sequence[Turn], left_out: dict[str, int]) -> Report:
-    """Add up what was decoded; at least one turn."""
+    """Add up the turns; at least one is needed."""
     names = dict.fromkeys(turn.case.category for turn in turns)
-    of_name = {name: [turn for turn in turns if turn.case.category == name] for name in names}
     return Report(
         setup=setup,
         total=_figures(turns, setup),
-        categories={name: _figures(found, setup) for name, found in of_name.items()},
-        partings=list(_partings(turns)),
+        categories={name: _figures([turn for turn in turns if turn.case.category == name], setup) for name in names},
+        partings=[
+            Parting(name=case.name, category=case.category, turn=number, difference=found, is_tie=found.is_tie)
+            for case, number, *_, found in turns
+            if found is not None
+        ],
         left_out=left_out,
     )
 
 
 def _figures(turns: Sequence[Turn], setup: Setup) -> Figures:
-    accepted = [count for turn in turns for count in turn.speculative.accepted]
-    acceptance = summarise(np.bincount(np.array(accepted, np.int64), minlength=setup.block_size))
-    plain, fast = (_speed([getattr(turn, way) for turn in turns]) for way in ("plain", "speculative"))
-    both = plain.ms_per_token, fast.ms_per_token
+    accepted = np.array([count for turn in turns for count in turn.speculative.accepted], np.int64)
+    plain, fast = _speed([turn.plain for turn in turns]), _speed([turn.speculative for turn in turns])
     return Figures(
-        **msgspec.structs.asdict(acceptance),
+        **msgspec.structs.asdict(summarise(np.bincount(accepted, minlength=setup.block_size))),
         num_answers=len(turns),
         num_answer_tokens=sum(len(turn.speculative.tokens) for turn in turns),
         passes_saved=1 - fast.num_target_passes / plain.num_target_passes,
         plain=plain,
         speculative=fast,
-        speedup=both[0] / both[1] if both[0] is not None and both[1] else None,
+        speedup=plain.ms_per_token / fast.ms_per_token if plain.ms_per_token and fast.ms_per_token else None,
         lossless=_lossless(turns) if setup.temperature == 0 else None,
     )
 
@@ -171,32 +175,14 @@ def _speed(answers: Sequence[Decoding]) -> Speed:
 
 
 def _lossless(turns: Sequence[Turn]) -> Lossless:
-    differences = [turn.difference for turn in turns if turn.difference is not None]
-    num_ties = sum(difference.is_tie for difference in differences)
-    return Lossless(num_same=len(turns) - len(differences), num_ties=num_ties, num_other=len(differences) - num_ties)
-
-
-def _partings(turns: Iterable[Turn]) -> Iterable[Parting]:
-    for turn in turns:
-        found = turn.difference
-        if found is not None:
-            yield Parting(
-                name=turn.case.name, category=turn.case.category, turn=turn.number, difference=found, is_tie=found.is_tie
-            )
-
-
-def _row(name: str, figures: Figures, width: int) -> str:
-    positions = " ".join(f"{share:.2f}" for share in figures.acceptance_per_position)
-    return (
-        f"{name:{width}}  {figures.num_answers:7}  {figures.num_answer_tokens:7}  {figures.acceptance:10.2f}  "
-        f"{figures.passes_saved:12.1%}   {positions}"
-    )
+    is_tie = [turn.difference.is_tie for turn in turns if turn.difference is not None]
+    return Lossless(num_same=len(turns) - len(is_tie), num_ties=sum(is_tie), num_other=len(is_tie) - sum(is_tie))
 
 
 def _describe(parting: Parting, dtype: str) -> str:
     found = parting.difference
-    where = f"{parting.name}, turn {parting.turn}: the answers differ from token {found.place} on"
-    if found.gap is None or found.rounding is None:
+    where = f"{parting.name}, turn {parting.turn}: the answers differ from token {found.index} on"
+    if found.gap is None:
         return f"{where}: one of them ends there, which rounding does not explain"
     measured = f"the logits of {found.plain_token} and {found.speculative_token} are {found.gap:.3g} apart"
     rounding = f"rounding in {dtype} moves such gaps by up to {found.rounding:.3g}"

@@ -28,8 +28,6 @@ from common.errors import TransitionError
 
 
 class State(enum.Enum):
-    """State of one actor."""
-
     DOWN = "down"
     ALIVE = "alive"
     HUNG = "hung"
@@ -39,8 +37,6 @@ class State(enum.Enum):
 
 
 class Edge(enum.Enum):
-    """Event that changes the state of an actor."""
-
     START = "start"
     HANG = "hang"
     REPLACE = "replace"
@@ -91,13 +87,7 @@ class Circumstances(NamedTuple):
 
 
 def judge(state: State, exit_code: int, circumstances: Circumstances) -> Verdict:
-    """Return the meaning of the end of an incarnation.
-
-    Args:
-        state: of the actor when it ended.
-        exit_code: as in common/actor/lifecycle.py, or minus a signal number.
-        circumstances: of the incarnation.
-    """
+    """Return the meaning of an end in `state`; the exit code is as in common/actor/lifecycle.py, or minus a signal number."""
     role, was_ready, is_stopping = circumstances
     if exit_code == EXIT_DONE and role == "drafter":
         return Verdict.DONE

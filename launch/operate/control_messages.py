@@ -8,33 +8,30 @@ operator            supervisor
 anything else  ->     Refused
 """
 
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
 
-MAX_REQUEST_BYTES = 1 << 16  # far more than the longest has; a longer one ends the connection
-MAX_WAITING_REQUESTS = 64  # of one connection
+from common import wire
+
 ActorState = Literal["starting", "warming up", "ready", "down", "done"]
 
 
 class GetStatus(msgspec.Struct, frozen=True, tag=True):
-    """Request for the state of the run."""
+    pass
 
 
 class Restart(msgspec.Struct, frozen=True, tag=True):
-    """Request to end an actor in good order and start it again."""
-
-    name: str
+    name: str  # of an actor
 
 
 class Kill(msgspec.Struct, frozen=True, tag=True):
-    """Request to kill an actor and start it again."""
-
-    name: str
+    name: str  # of an actor
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """Request to end the run."""
+    pass
 
 
 class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,8 +55,6 @@ class RingStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A whole run."""
-
     run_dir: str
     state: Literal["running", "stopping"]
     uptime_s: float
@@ -82,20 +77,15 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
-    """The request is under way."""
-
-    what: str
+    what: str  # is under way
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Nothing was done."""
-
-    reason: str
+    reason: str  # why nothing was done
 
 
 Request = GetStatus | Restart | Kill | Stop
 Reply = RunStatus | Accepted | Refused
 
-encode = msgspec.msgpack.Encoder().encode
-decode_request = msgspec.msgpack.Decoder(Request).decode
-decode_reply = msgspec.msgpack.Decoder(Reply).decode
+decode_request: Callable[[bytes], Request] = wire.decoder(Request)
+decode_reply: Callable[[bytes], Reply] = wire.decoder(Reply)

@@ -5,16 +5,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import assert_never
 
-import msgspec
 import zmq
 
+from common import wire
+from common.errors import ProtocolError
 from common.run_dir import control_path
 from launch.operate import control_messages
 from launch.operate.actor_state import State
 from launch.operate.control_messages import Accepted, GetStatus, Kill, Refused, Reply, Request, Restart, RunStatus, Stop
 from launch.operate.supervisor import Supervisor
 
-_UNDECODABLE = (msgspec.DecodeError, RecursionError)
 log = logging.getLogger(__name__)
 
 
@@ -28,8 +28,8 @@ class ControlServer:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 100)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, control_messages.MAX_REQUEST_BYTES)
-        self._socket.setsockopt(zmq.RCVHWM, control_messages.MAX_WAITING_REQUESTS)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
+        self._socket.setsockopt(zmq.RCVHWM, wire.MAX_WAITING_FRAMES)
         self._socket.bind(f"ipc://{self._path}")
         self._path.chmod(0o600)
 
@@ -37,11 +37,8 @@ class ControlServer:
         """Answer the requests that have arrived."""
         while self._socket.poll(0):
             address, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            reply = self._answer(frames[-1] if frames else b"")
-            try:
-                self._socket.send_multipart([address, *frames[:-1], control_messages.encode(reply)], zmq.NOBLOCK)
-            except zmq.Again:
-                log.warning("an operator does not take its answers")
+            reply = self._answer(b"".join(frames))
+            self._socket.send_multipart([address, wire.encode(reply)])  # a ROUTER drops it where nobody takes it
 
     def close(self) -> None:
         """Send the answers that are left and remove the socket."""
@@ -51,8 +48,8 @@ class ControlServer:
     def _answer(self, data: bytes) -> Reply:
         try:
             return self._act(control_messages.decode_request(data))
-        except _UNDECODABLE as error:
-            return Refused(f"needed a message of launch/operate/control_messages.py, found {len(data)} bytes: {error}")
+        except ProtocolError as error:
+            return Refused(f"needed a message of launch/operate/control_messages.py: {error}")
 
     def _act(self, request: Request) -> Reply:
         match request:

@@ -5,6 +5,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TextIO
 
 from rich.console import Group
@@ -62,13 +63,16 @@ class LiveLine:
 def compose(status: RunStatus) -> dict[str, str]:
     """Return the parts of the live line by name."""
     slots = [state for ring in status.rings for state in ring.slots]
+    verdict = "-"
+    if status.verdict is not None:
+        verdict = f"{status.verdict} (targets wait {status.targets_waiting:.0%}, drafters {status.drafters_waiting:.0%})"
     return {
-        "step": _step(status),
-        "loss": f"loss {_number(status.loss, 4)}",
-        "acceptance": f"acceptance {_number(status.acceptance, 2)}",
+        "step": f"step {status.step}/{status.num_steps or '?'}",
+        "loss": "loss -" if status.loss is None else f"loss {status.loss:.4f}",
+        "acceptance": "acceptance -" if status.acceptance is None else f"acceptance {status.acceptance:.2f}",
         "tok/s": f"tok/s {status.target_tokens_per_s:.0f} > {status.drafter_tokens_per_s:.0f}",
         "ring": f"ring {sum(state != 'free' for state in slots)}/{len(slots)}",
-        "waiting": _verdict(status),
+        "waiting": verdict,
         "restarts": f"restarts {status.restarts}",
         "left": f"left {format_time(status.time_left_s)}",
     }
@@ -77,10 +81,9 @@ def compose(status: RunStatus) -> dict[str, str]:
 def fit(parts: dict[str, str], width: int) -> str:
     """Return the parts as one line of at most `width` characters: the verdict without its shares, then fewer parts."""
     short = parts | {"waiting": parts["waiting"].partition(" (")[0]}
-    fewer = [
-        {name: short[name] for name in short if name not in _FIRST_TO_GO[:count]} for count in range(len(_FIRST_TO_GO) + 1)
-    ]
-    lines = ["  ".join(chosen.values()) for chosen in (parts, *fewer)]
+    lines = ["  ".join(parts.values())]
+    for count in range(len(_FIRST_TO_GO) + 1):
+        lines.append("  ".join(text for name, text in short.items() if name not in _FIRST_TO_GO[:count]))
     return next((line for line in lines if len(line) <= width), lines[-1][:width])
 
 
@@ -91,25 +94,20 @@ def render(status: RunStatus) -> Group:
 
 
 def format_time(seconds: float | None) -> str:
-    """Format as on a clock: 1:20, 4:35:50; ? where it is not known."""
-    if seconds is None:
-        return "?"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    """Format as hours, minutes and seconds, 4:35:50; ? where it is not known."""
+    return "?" if seconds is None else str(timedelta(seconds=round(seconds)))
 
 
 def _figures(status: RunStatus) -> Text:
+    parts = compose(status)
     best = "" if status.best_step is None else f" (best {status.best_acceptance:.2f} at step {status.best_step})"
     skipped = f"  skipped {status.num_skipped}" if status.num_skipped else ""
-    acceptance = f"acceptance {_number(status.acceptance, 2)}{best}{skipped}"
-    left = f"left {format_time(status.time_left_s)}  restarts {status.restarts}"
     lines = [
-        f"{status.state}  up {format_time(status.uptime_s)}  {left}",
-        f"{_step(status)}  loss {_number(status.loss, 4)}  {acceptance}",
+        f"{status.state}  up {format_time(status.uptime_s)}  {parts['left']}  {parts['restarts']}",
+        f"{parts['step']}  {parts['loss']}  {parts['acceptance']}{best}{skipped}",
         f"tokens/s  targets {status.target_tokens_per_s:.0f}  drafters {status.drafter_tokens_per_s:.0f}",
     ]
-    return Text("\n".join([*lines, _verdict(status)] if status.verdict else lines))
+    return Text("\n".join([*lines, parts["waiting"]] if status.verdict else lines))
 
 
 def _actors(actors: list[ActorStatus]) -> Table:
@@ -125,17 +123,3 @@ def _actors(actors: list[ActorStatus]) -> Table:
             "-" if actor.progress_age_s is None else f"{actor.progress_age_s:.1f} s ago",
         )
     return table
-
-
-def _step(status: RunStatus) -> str:
-    return f"step {status.step}/{status.num_steps or '?'}"
-
-
-def _number(value: float | None, num_digits: int) -> str:
-    return "-" if value is None else f"{value:.{num_digits}f}"
-
-
-def _verdict(status: RunStatus) -> str:
-    if status.verdict is None:
-        return "-"
-    return f"{status.verdict} (targets wait {status.targets_waiting:.0%}, drafters {status.drafters_waiting:.0%})"

@@ -15,6 +15,7 @@ from launch.operate.control_messages import RunStatus
 from services.exchange.plan import Plan
 
 Cause = Literal["done", "stopped", "gave up", "bad input", "supervisor failed"]
+_REPORTED = ("name", "restarts", "lost_s", "last_exit")  # of an actor
 
 
 class Ending(NamedTuple):
@@ -25,39 +26,6 @@ class Ending(NamedTuple):
     reason: str = ""
     actor: str | None = None  # that caused it
     last_lines: Sequence[str] = ()
-
-
-class ActorReport(msgspec.Struct, kw_only=True):
-    """One actor over the whole run; fields as in ActorStatus."""
-
-    name: str
-    restarts: int
-    lost_s: float
-    last_exit: str | None
-
-
-class Report(msgspec.Struct, kw_only=True):
-    """Content of report.json."""
-
-    cause: Cause
-    exit_code: int
-    reason: str
-    actor: str | None
-    last_lines: Sequence[str]
-    uptime_s: float  # of this start of the run
-    step: int
-    num_steps: int
-    num_samples: int
-    anchors_per_batch: int
-    num_skipped: int  # steps that were not finite, see quarantine/
-    loss_first: float | None
-    loss_last: float | None
-    acceptance_first: float | None  # before the first step
-    acceptance_last: float | None  # the latest after a step
-    evaluation_last: dict[str, Any] | None  # as in the metrics: by position, evaluation set and category
-    evaluation_best: Evaluation | None  # of the checkpoint of the highest acceptance
-    actors: list[ActorReport]
-    resume: str | None  # the command that goes on; None where there is nothing left to do
 
 
 class _StepRecord(msgspec.Struct):
@@ -91,34 +59,28 @@ def write_report(run_dir: Path, ending: Ending, status: RunStatus, plan: Plan, c
     losses, evaluations = read_series(run_dir, config.num_drafters)
     acceptance_first, acceptance_last = _first_and_last(evaluations)
     step = max([status.step, *losses])
-    report = Report(
+    report = {
         **ending._asdict(),
-        uptime_s=status.uptime_s,
-        step=step,
-        num_steps=plan.num_steps,
-        num_samples=plan.num_samples(step),
-        anchors_per_batch=config.train.anchors_per_batch,
-        num_skipped=status.num_skipped,
-        loss_first=losses[min(losses)] if losses else None,
-        loss_last=losses[max(losses)] if losses else None,
-        acceptance_first=acceptance_first,
-        acceptance_last=acceptance_last,
-        evaluation_last=evaluations[max(evaluations)] if evaluations else None,
-        evaluation_best=find_best(run_dir),
-        actors=msgspec.convert(status.actors, list[ActorReport], from_attributes=True),
-        resume=None if ending.cause == "done" else command,
-    )
+        "uptime_s": status.uptime_s,  # of this start of the run
+        "step": step,
+        "num_steps": plan.num_steps,
+        "num_samples": plan.num_samples(step),
+        "anchors_per_batch": config.train.anchors_per_batch,
+        "num_skipped": status.num_skipped,  # steps that were not finite, see quarantine/
+        "loss_first": losses[min(losses)] if losses else None,
+        "loss_last": losses[max(losses)] if losses else None,
+        "acceptance_first": acceptance_first,  # before the first step
+        "acceptance_last": acceptance_last,  # the latest after a step
+        "evaluation_last": evaluations[max(evaluations)] if evaluations else None,  # by position, set and category
+        "evaluation_best": find_best(run_dir),  # of the checkpoint of the highest acceptance
+        "actors": [{name: getattr(actor, name) for name in _REPORTED} for actor in status.actors],
+        "resume": None if ending.cause == "done" else command,
+    }
     write_json(report_path(run_dir), report)
 
 
 def summarize(run_dir: Path, num_drafters: int, *, is_done: bool) -> str:
-    """Return loss and held-out acceptance, their parts, the control, the best checkpoint, and the path of the drafter.
-
-    Args:
-        run_dir: the run.
-        num_drafters: its ranks.
-        is_done: whether the training came to its end.
-    """
+    """Return loss and held-out acceptance, their parts, the control, the best checkpoint, and the path of the drafter."""
     losses, evaluations = read_series(run_dir, num_drafters)
     out = []
     if losses:

@@ -76,7 +76,7 @@ def create_memory(topology: Topology) -> SharedFds:
 def command(python: str, spec: ActorSpec, run_dir: Path, fds: SharedFds, supervisor_pid: int) -> list[str]:
     """Return the command line of an actor."""
     line = [python, "-m", f"services.{spec.role}", "--run-dir", str(run_dir), "--index", str(spec.index)]
-    line += ["--place", str(spec.record), "--parent", str(supervisor_pid), "--board-fd", str(fds.board)]
+    line += ["--record", str(spec.record), "--parent", str(supervisor_pid), "--board-fd", str(fds.board)]
     if spec.role == "exchange":
         return [*line, "--control-fd", str(fds.control)]
     if spec.role == "target":

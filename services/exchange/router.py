@@ -118,7 +118,7 @@ class Router:
                 return self._release(slot, generation, owner, intact)
 
     def _check_sender(self, request: Request) -> None:
-        role, index, name = request.sender.role, request.sender.index, type(request.body).__name__
+        (role, index), name = request.sender.actor, type(request.body).__name__
         if role not in _SENDERS[type(request.body)]:
             raise ProtocolError(f"{name}: needed to come from {' or '.join(_SENDERS[type(request.body)])}, found {role!r}")
         if not 0 <= index < self._num_actors[role]:
@@ -157,9 +157,9 @@ class Router:
 
         Messages of a dead process can still be queued after ActorDied, or behind messages of its successor.
         """
-        key = sender.role, sender.index
-        latest = max(self._current.get(key, sender), sender, key=lambda incarnation: (incarnation.start_time, incarnation.pid))
-        self._current[key] = latest
+        known = self._current.get(sender.actor, sender)
+        latest = max(known, sender, key=lambda incarnation: (incarnation.start_time, incarnation.pid))
+        self._current[sender.actor] = latest
         return latest != sender or _owner(sender) in self._dead
 
     def _is_overtaken(self, sender: Incarnation, request_id: int) -> bool:

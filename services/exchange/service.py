@@ -7,6 +7,7 @@ from pathlib import Path
 
 import zmq
 
+from common import wire
 from common.actor import messages
 from common.actor.board import Phase
 from common.actor.lifecycle import Actor
@@ -35,8 +36,8 @@ class ExchangeService:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_REQUEST_BYTES)
-        self._socket.setsockopt(zmq.RCVHWM, messages.MAX_WAITING_REQUESTS)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
+        self._socket.setsockopt(zmq.RCVHWM, wire.MAX_WAITING_FRAMES)
         self._socket.bind(exchange_address(actor.run_dir))
 
     def run(self) -> None:
@@ -46,7 +47,7 @@ class ExchangeService:
             if self._socket.poll(_POLL_MS):
                 address, *frames = self._socket.recv_multipart()
                 for outgoing in self._serve(address, b"".join(frames)):
-                    self._socket.send_multipart([outgoing.address, messages.encode(outgoing.reply)])
+                    self._socket.send_multipart([outgoing.address, wire.encode(outgoing.reply)])
             self._actor.every(1.0, self._report)
         self._context.destroy(linger=0)
 
@@ -54,9 +55,6 @@ class ExchangeService:
         """Answer one message; no message, however wrong, ends the exchange."""
         try:
             return self._router.handle(address, messages.decode_request(data))
-        except messages.UNDECODABLE as error:
-            reason = f"undecodable message of {len(data)} bytes: {error}"
-            log.warning("%s", reason)
         except ProtocolError as error:
             reason = str(error)
             log.warning("refused: %s", reason)

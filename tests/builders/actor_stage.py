@@ -45,7 +45,7 @@ class Stage:
         self.started: list[subprocess.Popen[bytes]] = []
 
     def command(self, body: str, parent: str) -> list[str]:
-        line = [sys.executable, "-c", HEAD + body + TAIL, "--run-dir", str(self.run_dir), "--index", "3", "--place", "0"]
+        line = [sys.executable, "-c", HEAD + body + TAIL, "--run-dir", str(self.run_dir), "--index", "3", "--record", "0"]
         return [*line, "--board-fd", str(self.board_fd), "--parent", parent, "--extra", "word"]
 
     def start(self, body: str, parent: int | None = None) -> "subprocess.Popen[bytes]":

@@ -1,16 +1,43 @@
-"""A cache driven at random beside the target without one: rounds keep some of their tokens.
+"""Drive a cache at random beside the target without one, in rounds that keep some of their tokens.
 
 Shapes: n tokens of a round, K taps, H hidden, V vocabulary.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from launch.decoding.target_cache import TargetCache
 
 NUM_ROUNDS, NUM_PENDING = 12, 4
+
+
+class _Widen(TorchFunctionMode):
+    """Let code that asks for float32 get float64: models compute norms, rotations and recurrent states in float32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            func = Tensor.double
+        return func(*map(_widen, args), **{name: _widen(value) for name, value in (kwargs or {}).items()})
+
+
+def _widen(value: object) -> object:
+    return torch.float64 if value is torch.float32 else value
+
+
+@contextmanager
+def float64_everywhere() -> Iterator[None]:
+    """Compute in float64, so that what differs by more than 1e-11 is a fault and no rounding."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Widen():
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @torch.inference_mode()

@@ -72,7 +72,8 @@ def make_run(run_dir: Path, *overrides: str, model_type: str = "qwen3", **shape:
 def finish_run(run_dir: Path, config: Config) -> Path:
     """Data, checkpoint and export of a run whose weights are random, norms too, so that no two tensors are alike."""
     write_synthetic(config, run_dir / "data")
-    data = msgspec.structs.replace(config.data, eval_path=str(run_dir / "data/eval"))
+    paths = {"path": str(run_dir / "data/train"), "eval_path": str(run_dir / "data/eval")}
+    data = msgspec.structs.replace(config.data, synthetic=None, **paths)
     config = msgspec.structs.replace(config, data=data)
     configuration.write(config, run_dir)
     generator = torch.Generator().manual_seed(5)

@@ -175,7 +175,7 @@ class ProcessRun:
 
     def start_exchange(self) -> "subprocess.Popen[bytes]":
         """Another exchange, whether or not there is one."""
-        line = [sys.executable, "-m", "services.exchange", "--run-dir", str(self.run_dir), "--index", "0", "--place", "0"]
+        line = [sys.executable, "-m", "services.exchange", "--run-dir", str(self.run_dir), "--index", "0", "--record", "0"]
         line += ["--parent", str(os.getpid()), "--board-fd", str(self.board_fd), "--control-fd", str(self.control_fd)]
         with self.log.open("ab") as log:
             return subprocess.Popen(line, stderr=log, pass_fds=[self.board_fd, self.control_fd])

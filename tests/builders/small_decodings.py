@@ -31,6 +31,7 @@ RECURRENT = {
     "num_experts": 0,
     "mlp_only_layers": [0, 1, 2, 3],
 }
+MAMBA_2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 8}
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "tied": ("llama", {"tie_word_embeddings": True}),
@@ -38,6 +39,8 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "sliding": ("qwen3", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}),
     "qwen3_next": ("qwen3_next", RECURRENT),
     "qwen3_5": ("qwen3_5_text", RECURRENT),
+    "bamba": ("bamba", MAMBA_2 | {"attn_layer_indices": [1]}),
+    "falcon_h1": ("falcon_h1", MAMBA_2 | {"mamba_d_ssm": 64}),
 }
 KINDS = [pytest.param(*target, id=name) for name, target in TARGETS.items()]
 

@@ -3,9 +3,9 @@
 import signal
 import sys
 import time
+from unittest.mock import patch
 
 from launch import start_all
-from launch.operate import run
 from launch.operate.child import Child, Exit
 from launch.operate.supervisor import Supervisor
 
@@ -22,5 +22,5 @@ class UnfencedSupervisor(Supervisor):
 
 
 if __name__ == "__main__":
-    run.Supervisor = UnfencedSupervisor  # type: ignore[misc]
-    sys.exit(start_all.main())
+    with patch("launch.operate.run.Supervisor", UnfencedSupervisor):
+        sys.exit(start_all.main())

@@ -13,10 +13,10 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import pytest
 import zmq
 
+from common import wire
 from common.run_dir import control_path
 from launch import control
 from launch.operate import control_messages
@@ -127,7 +127,7 @@ def test_what_cannot_be_done_is_refused(long_run: LaunchedRun) -> None:
     assert said.code == 2 and "needed a log of one of drafter-0, drafter-1, exchange, target-0, target-1" in said.err
 
 
-@pytest.mark.parametrize("data", [b"", b"\xc1", b"garbage", msgspec.msgpack.encode({"type": "Explode"}), b"\x91" * 10000])
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"garbage", wire.encode({"type": "Explode"}), b"\x91" * 10000])
 def test_messages_that_are_none_are_answered_and_change_nothing(long_run: LaunchedRun, data: bytes) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)

@@ -51,17 +51,24 @@ def test_a_target_that_cannot_be_decoded_is_one_line(kind: str, tmp_path: Path, 
         assert error.startswith(f"error: {run / 'target'}: {found}")
 
 
-def test_a_target_whose_final_norm_has_another_name_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def make_bamba() -> PreTrainedModel:
+    """A target with recurrent layers (Mamba 2), whose final norm has another name and whose passes start at position 0."""
     torch.manual_seed(0)
     shape = {key: value for key, value in SHAPE.items() if key != "head_dim"}
-    run = make_run(tmp_path, BambaForCausalLM(BambaConfig(**shape, **MAMBA, attn_layer_indices=[1])))
-    assert parity([str(run), "--threads", "1"]) == 0
+    return BambaForCausalLM(BambaConfig(**shape, **MAMBA, attn_layer_indices=[1]))
+
+
+def test_a_target_whose_final_norm_has_another_name_is_compared(tmp_path: Path) -> None:
+    assert parity([str(make_run(tmp_path, make_bamba())), "--threads", "1"]) == 0
+
+
+def test_a_target_whose_passes_start_at_position_0_is_decoded(tmp_path: Path) -> None:
+    run = make_run(tmp_path, make_bamba())
+    assert evaluate.main([str(run), "--threads", "1", "--num-prompts", "3", "--dtype", "float32"]) == 0
 
 
 def test_a_target_without_one_of_its_tensors_is_not_filled_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.manual_seed(0)
-    shape = {key: value for key, value in SHAPE.items() if key != "head_dim"}
-    run = make_run(tmp_path, BambaForCausalLM(BambaConfig(**shape, **MAMBA, attn_layer_indices=[1])))
+    run = make_run(tmp_path, make_bamba())
     remove_tensor(run / "target", "model.layers.4.feed_forward.up_proj.weight")
     assert evaluate.main([str(run), "--threads", "1"]) == 2
     assert "needed the tensors model.layers.4.feed_forward.up_proj.weight, found none of them" in capsys.readouterr().err

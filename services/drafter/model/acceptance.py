@@ -1,6 +1,6 @@
 """Exact greedy acceptance without decoding, on data that are the target's own greedy answers.
 
-Shapes: T packed rows, D documents, N blocks, B block size.
+Shapes: T packed rows, D documents, N blocks, B block size, G groups (set and category of a sample).
 """
 
 from dataclasses import replace
@@ -8,16 +8,59 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from msgspec.structs import asdict
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.acceptance import Acceptance
+from common.acceptance import Acceptance, Evaluation, SetAcceptance
 from common.config import Config
+from common.data.held_out import HeldOut
 from common.device.upload import upload
 from services.drafter.model.anchors import Blocks, all_blocks
 from services.drafter.model.batch import PackedBatch
 from services.drafter.model.model import DraftModel
 from services.drafter.model.step import predict_blocks
+
+
+class AcceptanceCount:
+    """Adds up one evaluation, batch by batch, as rounds: int64 [G + 1, B].
+
+    Row g counts the rounds of group g that emitted 1 .. B tokens, the last row those of the control. The control runs the
+    same text on the hidden states of another document: any acceptance that is left did not come through the slots.
+    """
+
+    def __init__(self, model: DraftModel, frozen: tuple[Tensor, Tensor], config: Config) -> None:
+        self._model = model
+        self._embedding, self._head = frozen
+        self._config = config
+        groups = HeldOut.open(config.data).groups()
+        self._groups = sorted(set(groups))
+        indices = {group: index for index, group in enumerate(self._groups)}
+        self._group_of = np.array([indices[group] for group in groups], dtype=np.int64)
+        self.rounds = np.zeros((len(self._groups) + 1, config.draft.block_size), dtype=np.int64)
+
+    def add(self, batch: PackedBatch) -> None:
+        """Measure one batch."""
+        np.add.at(self.rounds, self._group_of[batch.sample_ids], self._measure(batch))
+        self.rounds[-1] += self._measure(with_features_of_another_document(batch)).sum(0)
+
+    def summarise(self, rounds: Tensor, step: int) -> Evaluation:
+        """Return the evaluation that counted these rounds after `step` optimizer steps."""
+        counts = rounds.cpu().numpy()
+        return Evaluation(
+            **asdict(summarise(counts[:-1].sum(0))),
+            step=step,
+            acceptance_other_prompt=summarise(counts[-1]).acceptance,
+            sets={name: self._summarise_set(name, counts) for name in self._config.data.eval_sets},
+        )
+
+    def _summarise_set(self, name: str, rounds: NDArray[np.int64]) -> SetAcceptance:
+        members = [index for index, (owner, _) in enumerate(self._groups) if owner == name]
+        categories = {self._groups[index][1]: summarise(rounds[index]) for index in members if self._groups[index][1]}
+        return SetAcceptance(**asdict(summarise(rounds[members].sum(0))), categories=categories)
+
+    def _measure(self, batch: PackedBatch) -> NDArray[np.int64]:
+        return evaluate_batch(self._model, self._embedding, self._head, batch, self._config)
 
 
 def evaluate_batch(

@@ -157,7 +157,7 @@ class Group:
 
     def _all_have_come(self) -> bool:
         """Wait until every rank has joined this group; return False if the group was replaced meanwhile."""
-        first = self._actor.args.place - self._rank
+        first = self._actor.args.record - self._rank
         while self._actor.board.group == self._life:
             if all(self._actor.board.read(first + rank).group == self._life for rank in range(self._size)):
                 return True

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from common import wire
 from common.actor import messages
 from common.actor.channel import Channel, ChannelClosedError
 from common.actor.messages import Done, Incarnation, Next, Refused, Release, Reply, ReplyBody, Request, Stale
@@ -40,7 +41,7 @@ class Exchange:
                 return identity
 
     def answer(self, identity: bytes, request_id: int, body: ReplyBody) -> None:
-        self.socket.send_multipart([identity, messages.encode(Reply(request_id, body))])
+        self.socket.send_multipart([identity, wire.encode(Reply(request_id, body))])
 
     def die(self) -> None:
         self.context.destroy(linger=0)
@@ -143,14 +144,14 @@ def test_refused_is_an_error_that_says_why(exchange: Exchange, channel: Channel)
 def test_an_answer_that_cannot_be_read_is_an_error_of_its_request(exchange: Exchange, channel: Channel) -> None:
     spoilt, fine = channel.request(Next(1)), channel.request(Next(2))
     identity = exchange.receive_id(2)
-    exchange.socket.send_multipart([identity, messages.encode({"id": 1, "body": {"type": "Invented"}})])
-    with pytest.raises(ProtocolError, match=r"answer: needed a message, found .*Invented"):
+    exchange.socket.send_multipart([identity, wire.encode({"id": 1, "body": {"type": "Invented"}})])
+    with pytest.raises(ProtocolError, match=r"answer: undecodable message of .*Invented"):
         result(spoilt)
     exchange.answer(identity, 2, Done())
     assert result(fine) == Done()
 
 
-@pytest.mark.parametrize("nonsense", [b"", b"\xc1", b"not msgpack", b"\x91" * 100_000, messages.encode({"id": None})])
+@pytest.mark.parametrize("nonsense", [b"", b"\xc1", b"not msgpack", b"\x91" * 100_000, wire.encode({"id": None})])
 def test_nonsense_is_no_answer(exchange: Exchange, channel: Channel, nonsense: bytes) -> None:
     answer = channel.request(Next(1))
     identity, _ = exchange.receive()

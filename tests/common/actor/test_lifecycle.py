@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from common import wire
 from common.actor import messages
 from common.actor.board import Phase
 from common.actor.lifecycle import EXIT_DONE, EXIT_FAILED, EXIT_HOPELESS, EXIT_STOPPED, start_time
@@ -90,8 +91,8 @@ def test_sigterm_ends_a_wait_for_an_answer_and_the_wait_shows_as_progress(stage:
         identity, data = socket.recv_multipart()
         hello = messages.decode_request(data)
         assert (hello.sender.pid, hello.sender.start_time) == (child.pid, start_time(child.pid))
-        assert (hello.sender.role, hello.sender.index, hello.body) == ("drafter", 3, Hello(1))
-        socket.send_multipart([identity, messages.encode(Reply(hello.id, Welcome(b"p" * 16, 1, 1)))])
+        assert (hello.sender.role, hello.sender.index, hello.body) == ("drafter", 3, Hello(messages.PROTOCOL_VERSION))
+        socket.send_multipart([identity, wire.encode(Reply(hello.id, Welcome(b"p" * 16, 1, 1)))])
         stage.wait_until_ready()
         before = stage.board.read(0).progress_s
         stage.wait_until(lambda: stage.board.read(0).progress_s > before)

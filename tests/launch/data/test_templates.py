@@ -114,3 +114,15 @@ def test_a_template_that_takes_reasoning_out_of_answers_drops_them_by_name() -> 
     thinks = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHello"}
     assert mask(DEEPSEEK_R1, USER, thinks)[0] == Outcome([], Dropped.REWRITTEN)
     assert mask(DEEPSEEK, USER, thinks)[1] == [["\n\nHello<|end|>"]]
+
+
+@pytest.mark.parametrize(
+    ("family", "start"),
+    [(GLM, "\n<think>\n"), (QWEN3, "<think>\n"), (GPT_OSS, "<|channel|>analysis<|message|>"), (PLAIN, "<think>\n")],
+)
+def test_an_answer_cut_within_a_block_of_its_text_is_taught_no_empty_block(family: Family, start: str) -> None:
+    """Servers without a reasoning parser return the block as text."""
+    cut = {"role": "assistant", "content": "<think>\nlet me think about"}
+    outcome, texts = mask(family, USER, cut, ends=("<|user|>",) if family is GLM else (), finished=False)
+    assert outcome.reason is Changed.UNFINISHED
+    assert texts == [[f"{start}let me think about"]]

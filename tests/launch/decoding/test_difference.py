@@ -29,7 +29,7 @@ def test_two_tokens_with_one_row_of_the_head_are_a_tie(target: Any) -> None:
         target.lm_head.weight[twin] = target.lm_head.weight[plain[5]]
     found = find_difference(target, PROMPT, plain, [*plain[:5], twin, 1, 2, 3])
     assert found is not None
-    assert (found.place, found.plain_token, found.speculative_token) == (5, plain[5], twin)
+    assert (found.index, found.plain_token, found.speculative_token) == (5, plain[5], twin)
     assert found.gap == 0.0
     assert found.is_tie
 
@@ -56,7 +56,7 @@ def test_a_token_that_the_target_would_not_choose_is_none(target: Any) -> None:
     plain = greedy(target, PROMPT, 9).tokens
     found = find_difference(target, PROMPT, plain, [*plain[:8], (plain[8] + 1) % 64])
     assert found is not None
-    assert found.place == 8
+    assert found.index == 8
     assert found.gap is not None and found.rounding is not None
     assert 0 <= found.rounding < found.gap
     assert not found.is_tie
@@ -66,5 +66,5 @@ def test_an_answer_that_ends_early_is_none(target: Any) -> None:
     plain = greedy(target, PROMPT, 9).tokens
     found = find_difference(target, PROMPT, plain, plain[:4])
     assert found is not None
-    assert (found.place, found.plain_token, found.speculative_token) == (4, plain[4], None)
+    assert (found.index, found.plain_token, found.speculative_token) == (4, plain[4], None)
     assert not found.is_tie

@@ -1,10 +1,8 @@
 """Figures and text of an evaluation, from outcomes written down by hand."""
 
-from pathlib import Path
-
 import pytest
+from rich.console import Console
 
-from launch.acceptance_picture import draw_acceptance
 from launch.decoding.answer import Decoding
 from launch.decoding.cases import Case, Turns
 from launch.decoding.comparison import Turn
@@ -23,9 +21,9 @@ SETUP = Setup(
     top_p=1.0,
     seed=0,
 )
-TIE = Difference(place=2, plain_token=5, speculative_token=6, gap=0.125, rounding=0.25)
-OTHER = Difference(place=3, plain_token=5, speculative_token=6, gap=0.5, rounding=0.25)
-CUT = Difference(place=4, plain_token=5, speculative_token=None)
+TIE = Difference(index=2, plain_token=5, speculative_token=6, gap=0.125, rounding=0.25)
+OTHER = Difference(index=3, plain_token=5, speculative_token=6, gap=0.5, rounding=0.25)
+CUT = Difference(index=4, plain_token=5, speculative_token=None)
 
 
 def no_turns() -> Turns:
@@ -68,9 +66,25 @@ def test_figures_add_up() -> None:
     assert report.is_same
 
 
-def test_text_names_categories_and_what_was_left_out() -> None:
+def rows_of(report: Report) -> list[list[str]]:
+    console = Console(width=160)
+    with console.capture() as capture:
+        console.print(report.table())
+    return [line.split() for line in capture.get().splitlines()]
+
+
+def test_table_has_a_row_per_category_and_a_column_per_position() -> None:
+    assert rows_of(report_of()) == [
+        ["category", "answers", "tokens", "acceptance", "passes", "saved", "1", "2", "3"],
+        ["code", "2", "9", "2.33", "44.4%", "0.67", "0.33", "0.33"],
+        ["chat", "2", "5", "1.00", "0.0%", "0.00", "0.00", "0.00"],
+        ["total", "4", "14", "1.67", "28.6%", "0.33", "0.17", "0.17"],
+    ]
+    assert len(rows_of(make_report(SETUP, turns_of("chat", [[1]], [None]), {}))) == 2  # one category is the total
+
+
+def test_text_says_what_was_left_out() -> None:
     lines = report_of().lines()
-    assert [line.split()[0] for line in lines[:4]] == ["category", "code", "chat", "total"]
     assert "target passes      plain 14, speculative 10" in lines
     assert "acceptance length  1.67 tokens per verification round, 6 rounds" in lines
     assert "left out           2 turns: too long" in lines
@@ -97,10 +111,3 @@ def test_an_answer_of_one_token_has_no_time_per_token() -> None:
     assert report.total.plain.ms_per_token is None
     assert report.total.speedup is None
     assert not any("time per token" in line for line in report.lines())
-
-
-def test_the_picture_is_a_png(tmp_path: Path) -> None:
-    draw_acceptance(report_of(), tmp_path / "new/acceptance.png")
-    draw_acceptance(make_report(SETUP, turns_of("chat", [[]], [None]), {}), tmp_path / "none.png")
-    for path in (tmp_path / "new/acceptance.png", tmp_path / "none.png"):
-        assert path.read_bytes().startswith(b"\x89PNG")

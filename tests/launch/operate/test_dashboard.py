@@ -49,7 +49,7 @@ def test_a_line_every_ten_seconds_where_nobody_watches(
     now[0] += 10.0
     live.show(lambda: STATUS)
     verdict = "drafter bound (targets wait 25%, drafters 0%)"
-    expected = f"step 6/10  loss 0.2500  acceptance 1.50  tok/s 5 > 0  ring 1/4  {verdict}  restarts 2  left 1:22\n"
+    expected = f"step 6/10  loss 0.2500  acceptance 1.50  tok/s 5 > 0  ring 1/4  {verdict}  restarts 2  left 0:01:22\n"
     assert capsys.readouterr().out == expected
 
 
@@ -64,8 +64,8 @@ def test_the_tables_show_the_best_checkpoint_and_skipped_steps() -> None:
     assert text.count("drafter bound (targets wait 25%, drafters 0%)") == 1
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(None, "?"), (0.4, "0:00"), (80.0, "1:20"), (16550.0, "4:35:50")])
-def test_times_are_as_on_a_clock(seconds: float | None, text: str) -> None:
+@pytest.mark.parametrize(("seconds", "text"), [(None, "?"), (0.4, "0:00:00"), (80.0, "0:01:20"), (16550.0, "4:35:50")])
+def test_times_are_hours_minutes_and_seconds(seconds: float | None, text: str) -> None:
     assert format_time(seconds) == text
 
 

@@ -46,6 +46,6 @@ def test_an_actor_gets_the_memory_it_may_touch_and_no_more(role: str, index: int
     assert inherited_fds(spec, FDS) == fds
     assert command("py", spec, RUN, FDS, supervisor_pid=99) == [
         *["py", "-m", f"services.{role}", "--run-dir", "/runs/a", "--index", str(index)],
-        *["--place", "4", "--parent", "99", "--board-fd", "13"],
+        *["--record", "4", "--parent", "99", "--board-fd", "13"],
         *ending,
     ]

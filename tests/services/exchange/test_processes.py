@@ -10,9 +10,10 @@ import pytest
 import torch
 import zmq
 
+from common import wire
 from common.actor import messages
 from common.actor.lifecycle import EXIT_DONE, EXIT_HOPELESS
-from common.actor.messages import ActorDied, Done, Hello, Incarnation, Refused, Reply, Request, Welcome
+from common.actor.messages import PROTOCOL_VERSION, ActorDied, Done, Hello, Incarnation, Refused, Reply, Request, Welcome
 from common.data.dataset import Dataset
 from common.ring.checksum import checksum
 from common.run_dir import exchange_address
@@ -70,6 +71,7 @@ def test_a_second_exchange_on_the_same_run_directory_ends_with_one_clear_line(tm
         assert run.exchange.wait() == EXIT_DONE
 
 
+HELLO = Hello(PROTOCOL_VERSION)
 WHO = Incarnation("target", 0, 1, 1)
 
 
@@ -88,12 +90,18 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessRun]:
         ([b"hello?"], None),
         ([b"\x91" * 100_000], None),
         ([b"a", b"b", b"c"], None),
-        ([messages.encode({"id": "one"})], None),
-        ([messages.encode({"id": 5, "sender": 1})], "undecodable"),
-        ([messages.encode({"id": 5, "sender": ["target", 0, 1, 1], "body": {"type": "Dance"}})], "undecodable"),
-        ([messages.encode(Request(5, WHO, Hello(99)))], "needed protocol version 1, found 99"),
-        ([messages.encode(Request(5, Incarnation("target", 9, 1, 1), Hello(1)))], "needed a target from 0 to 1, found 9"),
-        ([messages.encode(Request(5, Incarnation("cook", 0, 1, 1), Hello(1)))], "needed to come from target or drafter"),
+        ([wire.encode({"id": "one"})], None),
+        ([wire.encode({"id": 5, "sender": 1})], "undecodable"),
+        ([wire.encode({"id": 5, "sender": ["target", 0, 1, 1], "body": {"type": "Dance"}})], "undecodable"),
+        ([wire.encode(Request(5, WHO, Hello(99)))], f"needed protocol version {PROTOCOL_VERSION}, found 99"),
+        (
+            [wire.encode(Request(5, Incarnation("target", 9, 1, 1), HELLO))],
+            "needed a target from 0 to 1, found 9",
+        ),
+        (
+            [wire.encode(Request(5, Incarnation("cook", 0, 1, 1), HELLO))],
+            "needed to come from target or drafter",
+        ),
     ],
 )
 def test_nothing_that_anybody_sends_ends_the_exchange(run: ProcessRun, frames: list[bytes], refused: str | None) -> None:
@@ -101,7 +109,7 @@ def test_nothing_that_anybody_sends_ends_the_exchange(run: ProcessRun, frames: l
         socket.linger = 0
         socket.connect(exchange_address(run.run_dir))
         socket.send_multipart(frames)
-        socket.send(messages.encode(Request(6, WHO, Hello(1))))  # answered after whatever the frames set free
+        socket.send(wire.encode(Request(6, WHO, HELLO)))  # answered after whatever the frames set free
         replies: list[Reply] = []
         while not replies or replies[-1].id != 6:
             assert socket.poll(20_000), "the exchange is silent"

@@ -204,7 +204,7 @@ def test_the_sequence_has_an_end(run: Run) -> None:
 @pytest.mark.parametrize(
     ("sender", "body", "message"),
     [
-        (TARGET, Hello(PROTOCOL_VERSION + 1), "protocol version 1, found 2"),
+        (TARGET, Hello(PROTOCOL_VERSION + 1), f"protocol version {PROTOCOL_VERSION}, found {PROTOCOL_VERSION + 1}"),
         (life("target", 7), Work([]), "Work: needed a target from 0 to 0, found 7"),
         (life("target", -1), Hello(PROTOCOL_VERSION), "Hello: needed a target from 0 to 0, found -1"),
         (life("drafter", 1), Hello(PROTOCOL_VERSION), "Hello: needed a drafter from 0 to 0, found 1"),

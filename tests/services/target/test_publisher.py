@@ -15,6 +15,7 @@ import torch
 import zmq
 
 from common import config as configuration
+from common import wire
 from common.actor import messages
 from common.actor.board import board_bytes
 from common.actor.lifecycle import Actor
@@ -68,7 +69,7 @@ class SmallExchange:
                     self.ready.append(request.body)
                     answer = Done()
                 if answer is not None:
-                    socket.send_multipart([peer, messages.encode(Reply(request.id, answer))])
+                    socket.send_multipart([peer, wire.encode(Reply(request.id, answer))])
             socket.close(linger=0)
 
 
@@ -90,7 +91,7 @@ def actor(tmp_path: Path, exchange: SmallExchange, monkeypatch: pytest.MonkeyPat
     overrides += ["draft.tap_layers=[0, 1, 2, 3]", "ring.dtype=float32"]  # much to copy for few rows
     configuration.write(configuration.load(ROOT / "launch" / "configs" / "tiny.toml", overrides), tmp_path)
     board = memory.create("board", board_bytes(1))
-    actor = Actor("target", argparse.Namespace(run_dir=tmp_path, index=0, board_fd=board, place=0))
+    actor = Actor("target", argparse.Namespace(run_dir=tmp_path, index=0, board_fd=board, record=0))
     actor.join()
     yield actor
     actor.close()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
+from common import wire
 from common.actor import messages
 from common.actor.board import Phase
 from common.actor.messages import (
@@ -66,7 +67,7 @@ class SlowExchange:
                 answer = self._answer(request.body, request.id)
                 self._seen.add(request.id)
                 if answer is not None:
-                    socket.send_multipart([peer, messages.encode(Reply(request.id, answer))])
+                    socket.send_multipart([peer, wire.encode(Reply(request.id, answer))])
             socket.close(linger=0)
 
     def _answer(self, body: RequestBody, request_id: int) -> ReplyBody | None:
