@@ -109,7 +109,7 @@ def check_all(outcome: Outcome, limits: Limits) -> Outcome:
 
 
 def _has_pair(sample: Sample) -> bool:
-    """A block needs a supervised token after a supervised one."""
+    """Return whether a block can be drafted at all: a supervised token after a supervised one."""
     return bool((sample.loss_mask[:-1] & sample.loss_mask[1:]).any())
 
 

@@ -75,7 +75,7 @@ def _write(
 
 
 def _make_cycles(seed: int, vocab_size: int, mask_token_id: int) -> npt.NDArray[np.int32]:
-    """int32 [cycles, CYCLE_LENGTH], no id twice, never the mask id."""
+    """Return int32 [cycles, CYCLE_LENGTH], no id twice, never the mask id."""
     ids = np.delete(np.arange(vocab_size, dtype=np.int32), mask_token_id)
     num_cycles = min(MAX_CYCLES, len(ids) // CYCLE_LENGTH)
     chosen = _generator(seed, 0).permutation(ids)[: num_cycles * CYCLE_LENGTH]
