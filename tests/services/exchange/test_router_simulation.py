@@ -31,7 +31,7 @@ class World:
         self.to_exchange: list[Request] = []
         self.to_peers: list[tuple[bytes, Reply]] = []
         self.p_bad = 0.05
-        self.lives = 1
+        self.num_incarnations = 1
         self.supervisor = Peer(life("supervisor"))
         self.targets = [SimulatedTarget(life("target", i), self.plan, self.memory) for i in range(config.num_targets)]
         self.drafters = [self.new_drafter(rank, 1, 0) for rank in range(config.num_drafters)]
@@ -75,17 +75,17 @@ class World:
     def kill_target(self, index: int) -> None:
         dead = self.targets[index].who
         self.report_dead(dead)
-        self.lives += 1
-        self.targets[index] = SimulatedTarget(life("target", index, self.lives), self.plan, self.memory)
+        self.num_incarnations += 1
+        self.targets[index] = SimulatedTarget(life("target", index, self.num_incarnations), self.plan, self.memory)
 
     def kill_drafters(self) -> None:
         """Kill all drafters, as when one dies; they start again from a group that all of them had finished."""
         size = self.config.plan.batches_per_step
         group = self.rng.randint(0, min(drafter.batch for drafter in self.drafters) // size)
-        self.lives += 1
+        self.num_incarnations += 1
         for rank, drafter in enumerate(self.drafters):
             self.report_dead(drafter.who)
-            self.drafters[rank] = self.new_drafter(rank, self.lives, group * size)
+            self.drafters[rank] = self.new_drafter(rank, self.num_incarnations, group * size)
 
     def report_dead(self, dead: Incarnation) -> None:
         self.memory.bury(dead)
