@@ -38,6 +38,7 @@ def actor_name(role: str, index: int) -> str:
 
 
 def exchange_socket(run_dir: Path) -> Path:
+    """Return the path of the exchange's socket, the only one between actors."""
     return run_dir.resolve() / "exchange.sock"
 
 
@@ -67,6 +68,11 @@ def log_path(run_dir: Path, name: str) -> Path:
 def metrics_path(run_dir: Path, name: str) -> Path:
     """Return the metrics of an actor, one JSON object per line."""
     return run_dir / METRICS / f"{name}.jsonl"
+
+
+def fault_mark(run_dir: Path, name: str, index: int) -> Path:
+    """Return the empty file that says that a fault of an actor has happened."""
+    return run_dir / f"fault-{name}-{index}.happened"
 
 
 def replace_file(path: Path, content: bytes, *, durable: bool = False) -> None:

@@ -88,7 +88,7 @@ def prepare(preparation: Preparation, convert: Convert, arguments: argparse.Name
         for sample in preparation.read(convert):
             writers["train"].add(*sample)
         if not writers["train"].num_samples:
-            kept = f"{preparation.tally.num_samples} samples of {preparation.tally.num_rows_kept}"
+            kept = f"{len(preparation.tally.lengths)} samples of {preparation.tally.num_rows_kept}"
             raise DataError(f"--input: needed at least {arguments.eval_samples + 1} usable rows, found {kept}")
         for sample in preparation.held_out:
             writers["eval"].add(*sample)
@@ -115,7 +115,6 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", type=Path, required=True, metavar="DIR", help="the target: its tokenizer is used")

@@ -18,7 +18,7 @@ from typing import Literal
 import msgspec
 
 from common.errors import ConfigError
-from common.run_dir import FAULTS
+from common.run_dir import FAULTS, fault_mark
 
 _ONCE = ("kill", "stop")
 
@@ -58,7 +58,7 @@ def read(run_dir: Path) -> dict[str, list[Fault]]:
 def load(run_dir: Path, name: str) -> None:
     """Plan the faults of this actor, once, at the start of an incarnation."""
     faults = read(run_dir).get(name, [])
-    planned = [_Planned(fault, run_dir / f"fault-{name}-{index}.happened") for index, fault in enumerate(faults)]
+    planned = [_Planned(fault, fault_mark(run_dir, name, index)) for index, fault in enumerate(faults)]
     _planned.extend(plan for plan in planned if plan.fault.action not in _ONCE)
     _planned.extend([plan for plan in planned if plan.fault.action in _ONCE and not plan.mark.exists()][:1])
 

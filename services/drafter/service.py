@@ -36,11 +36,11 @@ def main(actor: Actor) -> None:
     rings = [RingReader(fd, layout, config.ring.num_slots) for fd in actor.args.ring_fds]
     began = time.monotonic()
     embedding, head = load_embedding_and_head(config, device)
-    log.info("the target's embedding and head loaded in %.1f s", time.monotonic() - began)
+    log.info("the target's embedding and head were loaded in %.1f s", time.monotonic() - began)
     model = DraftModel(config, device)
     welcome = actor.join()
     optimizer = MasterAdamW(model, config.train, welcome.num_steps, config.draft.block_size)
-    log.info("draft model and optimizer made, the run joined: %.1f s in all", time.monotonic() - began)
+    log.info("draft model and optimizer are ready after %.1f s", time.monotonic() - began)
     state = TrainingState(model, (embedding, loss_head(head, config.train.head)), optimizer)
     checkpointer = Checkpointer(actor.run_dir, config, welcome, actor.index)
     if actor.index == 0:
@@ -53,7 +53,7 @@ def main(actor: Actor) -> None:
     try:
         evaluator = Evaluator(model, (embedding, head), config)
         run = RunState(evaluator.make_rounds(), evaluator.summarise)
-        Trainer(actor, config, state, run, evaluator, checkpointer, group).run(fetcher)
+        Trainer(actor, state, run, evaluator, checkpointer, group, fetcher).run()
     finally:
         fetcher.stop()
         group.leave()

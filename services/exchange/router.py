@@ -157,9 +157,9 @@ class Router:
 
         Messages of a dead process can still be queued after ActorDied, or behind messages of its successor.
         """
-        known = self._current.get(sender.actor, sender)
-        latest = max(known, sender, key=lambda incarnation: (incarnation.start_time, incarnation.pid))
-        self._current[sender.actor] = latest
+        key = sender.actor
+        latest = max(self._current.get(key, sender), sender, key=lambda incarnation: (incarnation.start_time, incarnation.pid))
+        self._current[key] = latest
         return latest != sender or _owner(sender) in self._dead
 
     def _is_overtaken(self, sender: Incarnation, request_id: int) -> bool:

@@ -10,6 +10,7 @@ from common.acceptance import Evaluation
 from common.config import ActorsConfig, Config, DataConfig, DraftConfig, ModelConfig, PlanConfig, TargetsConfig, TrainConfig
 from common.target_shape import TargetShape
 from services.drafter.model.batch import PackedBatch
+from services.drafter.model.visibility import BlockAnchors
 
 VOCAB_SIZE, HIDDEN_SIZE, NUM_TAPS, BLOCK_SIZE, MASK_TOKEN = 32, 32, 2, 4, 31
 
@@ -105,3 +106,11 @@ def document_alone(batch: PackedBatch, document: int) -> PackedBatch:
         cu_seqlens=np.array([0, rows.stop - rows.start]),
         sample_ids=batch.sample_ids[document : document + 1],
     )
+
+
+def random_anchors(lengths: list[int], num_blocks: int) -> BlockAnchors:
+    """Return sorted anchors over documents of these lengths; the last two blocks are padding."""
+    starts = np.cumsum([0, *lengths])
+    anchors = np.sort(np.random.default_rng(0).choice(starts[-1], num_blocks, replace=False))
+    valid = np.arange(num_blocks) < num_blocks - 2
+    return BlockAnchors(np.where(valid, anchors, 0), starts[np.searchsorted(starts, anchors, side="right") - 1] * valid, valid)

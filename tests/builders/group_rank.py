@@ -67,7 +67,7 @@ def main() -> None:
             while True:
                 total = group.add_up(torch.full((NUM_ELEMENTS,), 1.0 + rank, device=device))
                 equal = bool((total == 3.0).all())
-                print(json.dumps({"life": actor.board.group, "whole": equal, "time_s": time.monotonic()}), flush=True)
+                print(json.dumps({"incarnation": actor.board.group, "whole": equal, "time_s": time.monotonic()}), flush=True)
                 time.sleep(PAUSE_S)
         except GroupBrokenError:
             print(json.dumps({"broken": True}), flush=True)

@@ -155,7 +155,7 @@ def test_without_a_whole_checkpoint_a_run_does_not_begin_anew(small_reference: L
     folders = _copy(small_reference, run)
     for folder in folders:
         _flip_a_bit(folder / "model.pt")
-    needed = f"needed a checkpoint that is whole, found none of {len(folders)}: {folders[-1] / 'model.pt'}: needed SHA-256"
+    needed = f"needed an intact checkpoint, found none among {len(folders)}: {folders[-1] / 'model.pt'}: needed SHA-256"
     refuse(run.start(), 2, f"error: drafter-0: {needed}")
     assert run.num_lives("drafter-0") == 1
 

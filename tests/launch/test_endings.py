@@ -101,7 +101,9 @@ def test_a_terminal_that_is_closed_ends_the_run_in_good_order(run: LaunchedRun) 
     program = "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0)"
     program += "; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
     line = [sys.executable, "-c", program, "-m", "launch.start_all", str(CONFIG), "--run-dir", str(run.directory)]
-    started = subprocess.Popen([*line, "--set", *SHORT], cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs)
+    started = subprocess.Popen(
+        [*line, "--set", *SHORT, "plan.epochs=1000"], cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs
+    )
     os.close(theirs)
     seen = b""
     while len(shown := re.findall(rb"\r(step [^\r\n]*)\x1b\[K", seen)) < 2 or b"acceptance 1" not in shown[-1]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.builders.launched_runs import LaunchedRun
-from tests.builders.tampering import freeze, poison, ready_slots, thaw
+from tests.builders.tampering import forget_checksums, freeze, poison, ready_slots, thaw
 
 
 def read_quarantine(run: LaunchedRun) -> dict[str, dict[str, Any]]:
@@ -59,6 +59,7 @@ def test_a_gradient_that_is_not_finite_skips_its_step_where_the_loss_is(small_re
     weights["layers.0.mlp.up_proj.weight"].fill_(1e30)
     weights["layers.0.mlp.down_proj.weight"].zero_()
     torch.save(weights, path)
+    forget_checksums(path.parent)
     run.start("train.max_nonfinite_steps=100")
     assert run.end() == 0, run.log_tails()
     assert run.steps() == run.skipped_steps() != []

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from common.acceptance import Acceptance, Evaluation
+from common.acceptance import Evaluation
 from common.config import Config
 from common.data.dataset import Dataset
 from common.errors import DataError
@@ -11,14 +11,7 @@ from services.drafter.folder.engine_config import LayoutName, target_name
 
 
 def write_card(config: Config, step: int, evaluation: Evaluation | None, layout: LayoutName) -> str:
-    """Return the text; it holds no path of the machine that trained.
-
-    Args:
-        config: the configuration of the run.
-        step: optimizer steps behind the weights.
-        evaluation: of these weights; None when they were not measured.
-        layout: of the folder.
-    """
+    """Return the text for weights after `step` optimizer steps; it holds no path of the machine that trained."""
     draft, shape, target = config.draft, config.shape, target_name(config)
     return f"""# DFlash drafter for {target}
 
@@ -51,29 +44,23 @@ def _describe_data(path: str) -> str:
 
 
 def _table(config: Config, evaluation: Evaluation) -> str:
-    """Acceptance per set and category, and per draft position."""
     positions = range(1, config.draft.block_size)
-    rows = [("all", evaluation), *evaluation.rows()]
     lines = [
         "",
-        "Measured by the exact greedy walk over held-out answers of the target. Column k is the share of rounds that emitted",
+        "Measured exactly over held-out answers of the target, verified greedily. Column k is the share of rounds that emitted",
         "draft token k; 1 plus the sum of a row's shares is its acceptance length.",
         "",
         f"| set | acceptance length | {' | '.join(map(str, positions))} |",
         f"| --- | --- |{' --- |' * len(positions)}",
-        *(_row(name, found) for name, found in rows),
-        "",
     ]
-    return "\n".join(lines)
-
-
-def _row(name: str, found: Acceptance) -> str:
-    shares = " | ".join(f"{share:.3f}" for share in found.acceptance_per_position)
-    return f"| {name} | {found.acceptance:.3f} | {shares} |"
+    for name, found in (("all", evaluation), *evaluation.rows()):
+        shares = " | ".join(f"{share:.3f}" for share in found.acceptance_per_position)
+        lines.append(f"| {name} | {found.acceptance:.3f} | {shares} |")
+    return "\n".join([*lines, ""])
 
 
 def _serving(config: Config, target: str, layout: LayoutName) -> str:
-    """Commands as in the README of z-lab/dflash and the documents of speculators, 2026-11."""
+    """Return the commands of z-lab/dflash's README and of speculators' documentation."""
     block_size = config.draft.block_size
     speculative = json.dumps({"method": "dflash", "model": "<this folder>", "num_speculative_tokens": block_size - 1})
     vllm = f"vllm serve {target} --speculative-config '{speculative}'"

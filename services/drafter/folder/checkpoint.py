@@ -24,7 +24,7 @@ from common.sealed_record import is_intact, seal
 from services.drafter.folder.durable_folder import durable_folder, remove_folder, remove_leftovers, replace_file
 
 WEIGHTS, OPTIMIZER, RECORD = "model.pt", "optimizer.pt", "checkpoint.json"
-DAMAGED = ".damaged"  # suffix of a folder that is no checkpoint any more
+DAMAGED = ".damaged"  # suffix of a folder that does not count as a checkpoint any more
 
 
 class DraftIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,53 +51,28 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     next_batch: int
     plan_hash: str
     draft: DraftIdentity
-    evaluation: Evaluation | None = None  # of these very weights; None where they were not measured
-    files: dict[str, str] = {}  # SHA-256 by name; empty in a checkpoint of before they were kept, which is taken as it is
+    evaluation: Evaluation | None = None  # of exactly these weights; None if they were not measured
+    files: dict[str, str] = {}  # SHA-256 by name; empty in a checkpoint from before checksums, which is not checked
     sha256: str = ""  # of the record itself
 
 
 def draft_identity(config: Config) -> DraftIdentity:
-    """The identity of the draft model that `config` describes."""
-    draft, shape = config.draft, config.shape
-    return DraftIdentity(
-        block_size=draft.block_size,
-        mask_token_id=draft.mask_token_id,
-        tap_layers=draft.tap_layers,
-        layer_types=draft.layer_types,
-        sliding_window=draft.sliding_window,
-        hidden_size=shape.hidden_size,
-        intermediate_size=draft.intermediate_size,
-        num_attention_heads=draft.num_attention_heads,
-        num_key_value_heads=draft.num_key_value_heads,
-        head_dim=draft.head_dim,
-        rms_norm_eps=shape.rms_norm_eps,
-        rope_theta=shape.rope_theta,
-    )
+    values = msgspec.structs.asdict(config.shape) | msgspec.structs.asdict(config.draft)
+    return DraftIdentity(**{field: values[field] for field in DraftIdentity.__struct_fields__})
 
 
 def checkpoint_folder(run_dir: Path, step: int) -> Path:
-    """Return the folder of the checkpoint of an optimizer step."""
     return run_dir / CHECKPOINTS / f"step-{step:08d}"
 
 
 def save(run_dir: Path, checkpoint: Checkpoint, weights: Mapping[str, Tensor], optimizer: Mapping[str, Any], keep: int) -> Path:
-    """Write a checkpoint, then remove all but the newest `keep` and the best; called by rank 0 only.
+    """Write a checkpoint, then remove all but the newest `keep` and the best; returns its folder. Only rank 0 calls it.
 
-    Where the step has a checkpoint already (an evaluation or a stop followed it) only its record is replaced: the
-    same step of the same plan has the same weights, and what was measured of them stays.
-
-    Args:
-        run_dir: the run directory.
-        checkpoint: the cursor and the identities.
-        weights: master weights, float32, by parameter name.
-        optimizer: the optimizer's state_dict: tensors, numbers, lists and dicts.
-        keep: how many checkpoints stay, at least 1, beside that of the highest held-out acceptance.
-
-    Returns:
-        The folder of the checkpoint.
+    If the step has a checkpoint already (an evaluation or a stop followed it) only its record is replaced: one step of one
+    plan has the same weights, and their measured acceptance stays.
 
     Raises:
-        CheckpointError: the disk is full or cannot be written. What was there before is still there.
+        CheckpointError: the disk is full or cannot be written. Everything that was there before is still there.
     """
     folder = checkpoint_folder(run_dir, checkpoint.step)
     clean(run_dir)
@@ -122,12 +97,12 @@ def save(run_dir: Path, checkpoint: Checkpoint, weights: Mapping[str, Tensor], o
 
 
 def clean(run_dir: Path) -> None:
-    """Remove what killed saves left behind; called at the start of a run."""
+    """Remove the leftovers of killed saves; called at the start of a run."""
     remove_leftovers(run_dir / CHECKPOINTS)
 
 
 def latest(run_dir: Path) -> Path | None:
-    """The newest complete checkpoint of a run, or None."""
+    """Return the newest complete checkpoint of a run, or None."""
     return next(reversed(find_all(run_dir)), None)
 
 
@@ -144,7 +119,7 @@ def load(folder: Path, draft: DraftIdentity, plan_hash: str) -> tuple[Checkpoint
 
 
 def load_weights(folder: Path, draft: DraftIdentity) -> tuple[Checkpoint, dict[str, Tensor]]:
-    """As `load`, of any plan and without the optimizer."""
+    """Load a checkpoint of any plan, without the optimizer; raises as `load` does."""
     checkpoint = read_checkpoint(folder)
     _check_draft(folder, checkpoint, draft)
     return checkpoint, _read_tensors(folder / WEIGHTS, checkpoint)
@@ -172,14 +147,14 @@ def find_all(run_dir: Path) -> list[Path]:
 
 
 def set_aside(folder: Path) -> None:
-    """Take the name from a damaged checkpoint, so that it counts for nothing and is still there to look at."""
+    """Rename a damaged checkpoint, so that it does not count and can still be examined."""
     aside = folder.with_name(folder.name + DAMAGED)
     shutil.rmtree(aside, ignore_errors=True)
     folder.rename(aside)
 
 
 def _find(folder: Path) -> Checkpoint | None:
-    """Return the record of a checkpoint, or None where there is none that is whole."""
+    """Return the record of a checkpoint, or None if there is no intact one."""
     try:
         return read_checkpoint(folder)
     except DamagedCheckpointError:
@@ -212,7 +187,7 @@ def _read_tensors(path: Path, checkpoint: Checkpoint) -> dict[str, Any]:
         raise DamagedCheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
     except DamagedCheckpointError:
         raise
-    except Exception as error:  # nobody can say what a damaged archive or pickle raises
+    except Exception as error:  # a damaged archive or pickle may raise any exception
         reason = str(error).partition("\n")[0]
         raise DamagedCheckpointError(f"{path}: cannot be read: {reason}") from error
     if not isinstance(tensors, dict):

@@ -1,4 +1,4 @@
-"""A drafter on disk, in any of the layouts of `layouts.py`: what it states, whether it fits a run, its weights."""
+"""A drafter on disk, in any of the layouts of `layouts.py`: its settings, whether it fits a run, its weights."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from common.config import Config
+from common.config import Config, DraftConfig
 from common.errors import CheckpointError, ModelError
 from common.run_dir import read_object
 from common.target_shape import default_tap_layers
@@ -18,42 +18,21 @@ from services.drafter.folder.layouts import TARGETS_TENSORS, Content, detect, fi
 from services.drafter.model.model import DraftModel
 
 CONFIG = "config.json"
-_OF_DRAFT = (
-    "num_layers",
-    "block_size",
-    "mask_token_id",
-    "tap_layers",
-    "layer_types",
-    "sliding_window",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-)
-_OF_TARGET = ("hidden_size", "vocab_size", "num_hidden_layers", "rms_norm_eps", "rope_theta")
 
 
 @dataclass(frozen=True)
 class Drafter:
-    """A drafter folder as it was found.
-
-    Attributes:
-        folder: its path.
-        layout: "dflash", "speculators" or "torchspec".
-        settings: its settings under the names of `DraftConfig` and `TargetShape`; a setting that it does not state is absent.
-        foreign: its settings that this draft model does not compute, one line each.
-        tensors: our name of every tensor -> its own.
-    """
+    """A drafter folder as it was found."""
 
     folder: Path
-    layout: str
-    settings: Content
-    foreign: list[str]
-    tensors: dict[str, str]
+    layout: str  # "dflash", "speculators" or "torchspec"
+    settings: Content  # by the names of `DraftConfig` and `TargetShape`; a setting that it does not state is absent
+    foreign: list[str]  # its settings that this draft model does not compute, one line each
+    tensors: dict[str, str]  # our name of every tensor -> its own
 
     @cached_property
     def shapes(self) -> dict[str, list[int]]:
-        """Tensor name -> shape, without reading the tensors. CheckpointError where a file is damaged."""
+        """Read the shapes by tensor name, without the tensors; CheckpointError if a file is damaged."""
         try:
             files, shapes = locate_tensors(self.folder), {}
             for ours, theirs in self.tensors.items():
@@ -65,9 +44,7 @@ class Drafter:
 
     def misfits(self, config: Config) -> list[str]:
         """List the settings and tensors that do not fit the draft model and target of `config`, with needed and found."""
-        needed = {key: getattr(config.draft, key) for key in _OF_DRAFT} | {
-            key: getattr(config.shape, key) for key in _OF_TARGET
-        }
+        needed = msgspec.structs.asdict(config.shape) | msgspec.structs.asdict(config.draft)
         needed["draft_vocab_size"] = config.shape.vocab_size  # a reduced vocabulary has another head
         if "sliding_attention" not in config.draft.layer_types:
             needed["sliding_window"] = 0
@@ -77,14 +54,10 @@ class Drafter:
 
     def on(self, config: Config) -> Config:
         """Return `config` with the draft model that this folder states, even if it does not fit the run."""
-        settings, shape = dict(self.settings), config.shape
-        draft = {key: settings[key] for key in _OF_DRAFT if key in settings}
-        target = {key: settings[key] for key in ("rms_norm_eps", "rope_theta") if key in settings}
-        return msgspec.structs.replace(
-            config,
-            draft=msgspec.structs.replace(config.draft, **draft),
-            target_shape=msgspec.structs.replace(shape, **target),
-        )
+        draft = {key: value for key, value in self.settings.items() if key in DraftConfig.__struct_fields__}
+        target = {key: value for key, value in self.settings.items() if key in ("rms_norm_eps", "rope_theta")}
+        draft_config = msgspec.structs.replace(config.draft, **draft)
+        return msgspec.structs.replace(config, draft=draft_config, target_shape=msgspec.structs.replace(config.shape, **target))
 
     def weights(self) -> dict[str, Tensor]:
         """Return every tensor under our name, in float32, on the CPU.
@@ -141,29 +114,9 @@ def load_drafter(folder: Path, config: Config) -> DraftModel:
 
 
 def tensor_shapes(config: Config) -> dict[str, list[int]]:
-    """Return the shape of every tensor of a draft model: 3 and 11 per layer, 58 for five layers.
-
-    H hidden, I intermediate, K taps, D head_dim, Hq query heads, Hkv key and value heads.
-    """
-    draft, hidden, intermediate = config.draft, config.shape.hidden_size, config.draft.intermediate_size
-    query, key = draft.num_attention_heads * draft.head_dim, draft.num_key_value_heads * draft.head_dim
-    layer = {
-        "input_layernorm": [hidden],
-        "self_attn.q_proj": [query, hidden],
-        "self_attn.k_proj": [key, hidden],
-        "self_attn.v_proj": [key, hidden],
-        "self_attn.o_proj": [hidden, query],
-        "self_attn.q_norm": [draft.head_dim],
-        "self_attn.k_norm": [draft.head_dim],
-        "post_attention_layernorm": [hidden],
-        "mlp.gate_proj": [intermediate, hidden],
-        "mlp.up_proj": [intermediate, hidden],
-        "mlp.down_proj": [hidden, intermediate],
-    }
-    shapes = {"fc.weight": [hidden, len(draft.tap_layers) * hidden], "hidden_norm.weight": [hidden]}
-    for index in range(draft.num_layers):
-        shapes |= {f"layers.{index}.{name}.weight": shape for name, shape in layer.items()}
-    return shapes | {"norm.weight": [hidden]}
+    """Return the shape of every tensor of a draft model: 3 and 11 per layer, 58 for five layers."""
+    model = DraftModel(config, torch.device("meta"))
+    return {name: list(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def differing_shapes(needed: dict[str, list[int]], found: dict[str, list[int]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""A folder that is either wholly there under its name, on disk, or not there at all."""
+"""A folder that is either complete on disk under its name, or not there at all."""
 
 import shutil
 from collections.abc import Iterator
@@ -12,19 +12,18 @@ from common.run_dir import ASIDE, sync
 
 @contextmanager
 def durable_folder(folder: Path) -> Iterator[Path]:
-    """Give an empty folder to fill; when the block ends it is on disk and bears the name `folder`.
-
-    A folder of that name that was there before is replaced. Whatever goes wrong, nothing stays aside.
+    """Yield an empty folder to fill; when the block ends it is on disk and replaces `folder`. An error leaves nothing aside.
 
     Raises:
-        CheckpointError: the disk is full or cannot be written; the message says why and what is free.
+        CheckpointError: the disk is full or cannot be written; the message says why and how much is free.
     """
     aside = folder.with_name(folder.name + ASIDE)
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         yield aside
-        _sync_contents(aside)
+        for path in (*aside.iterdir(), aside):
+            sync(path)
         old = _set_aside(folder)
         aside.rename(folder)
         sync(folder.parent)
@@ -45,7 +44,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder; it loses its name first, so nobody sees half of it."""
+    """Remove a folder; it is renamed first, so that no reader finds half of it."""
     shutil.rmtree(_set_aside(folder), ignore_errors=True)
 
 
@@ -66,26 +65,12 @@ def _set_aside(folder: Path) -> Path:
     return aside
 
 
-def _sync_contents(folder: Path) -> None:
-    for path in folder.iterdir():
-        sync(path)
-    sync(folder)
-
-
 def _raise_disk_error(path: Path, error: BaseException) -> None:
-    cause = _disk_error(error)
-    if cause:
-        raise CheckpointError(f"{path}: not written: {cause.strerror}; {_free_space(path)}") from error
-
-
-def _disk_error(error: BaseException) -> OSError | None:
-    """Return the OSError behind an error: `torch.save` turns "no space left" into a RuntimeError of its own."""
-    link: BaseException | None = error if isinstance(error, OSError | RuntimeError) else None
-    while link is not None and not isinstance(link, OSError):
-        link = link.__context__
-    return link
-
-
-def _free_space(folder: Path) -> str:
-    existing = next(parent for parent in folder.absolute().parents if parent.exists())
-    return f"{shutil.disk_usage(existing).free} bytes are free in {existing}"
+    """Raise CheckpointError if an OSError is behind `error`: `torch.save` turns "no space left" into a RuntimeError."""
+    cause: BaseException | None = error if isinstance(error, OSError | RuntimeError) else None
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__context__
+    if cause is not None:
+        existing = next(parent for parent in path.absolute().parents if parent.exists())
+        free = f"{shutil.disk_usage(existing).free} bytes are free in {existing}"
+        raise CheckpointError(f"{path}: not written: {cause.strerror}; {free}") from error

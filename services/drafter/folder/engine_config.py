@@ -1,8 +1,8 @@
 """The config.json of an exported drafter, in either layout that it can be written in.
 
-The rotary embedding is plain, over the whole head, with the target's theta, whatever the target does with its own
-(YaRN, a rotated part of each head, several axes): vLLM and SGLang take the drafter's from the drafter's config.json and
-nothing from the target's, and the draft model was trained so.
+The rotary embedding is plain, over the whole head, with the target's theta, even if the target's own is not plain (YaRN, a
+rotated part of each head, several axes): the draft model was trained so, and vLLM and SGLang take the drafter's embedding
+from the drafter's config.json and nothing from the target's.
 """
 
 import contextlib
@@ -22,16 +22,12 @@ _HUB_CACHE = "models--"  # a download lies in models--ORGANISATION--MODEL/snapsh
 
 
 def engine_config(config: Config, layout: LayoutName) -> dict[str, Any]:
-    """Return the content of config.json.
-
-    Raises:
-        CheckpointError: the layout cannot say what the draft model computes.
-    """
-    return dflash_config(config) if layout == "dflash" else speculators_config(config)
+    """Return the content of config.json; CheckpointError if the layout cannot express what the draft model computes."""
+    return _dflash_config(config) if layout == "dflash" else _speculators_config(config)
 
 
-def dflash_config(config: Config) -> dict[str, Any]:
-    """Write z-lab's layout, which vLLM and SGLang load: Qwen3's keys, and the drafter's own in `dflash_config`.
+def _dflash_config(config: Config) -> dict[str, Any]:
+    """Return z-lab's layout, which vLLM and SGLang load: Qwen3's keys, and the drafter's own in `dflash_config`.
 
     There is no `auto_map`: it names a file of code that z-lab puts beside the weights; engines go by `architectures`.
     """
@@ -49,8 +45,8 @@ def dflash_config(config: Config) -> dict[str, Any]:
     return own | _decoder_config(config)
 
 
-def speculators_config(config: Config) -> dict[str, Any]:
-    """Write the layout of vllm-project/speculators: Qwen3's keys in `transformer_layer_config`, tap ids one higher."""
+def _speculators_config(config: Config) -> dict[str, Any]:
+    """Return the layout of vllm-project/speculators: Qwen3's keys in `transformer_layer_config`, tap ids one higher."""
     draft, vocab_size = config.draft, config.shape.vocab_size
     return {
         "architectures": ["DFlashSpeculator"],
@@ -59,7 +55,10 @@ def speculators_config(config: Config) -> dict[str, Any]:
             "algorithm": "dflash",
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": draft.block_size - 1}],
-            "verifier": {"name_or_path": target_name(config), "architectures": _target_architectures(config)},
+            "verifier": {
+                "name_or_path": target_name(config),
+                "architectures": _target_content(config).get("architectures") or [],
+            },
         },
         "transformer_layer_config": _decoder_config(config),
         "aux_hidden_state_layer_ids": [layer + 1 for layer in draft.tap_layers],
@@ -104,7 +103,7 @@ def _decoder_config(config: Config) -> dict[str, Any]:
 
 
 def _is_non_causal(layer_types: Sequence[str]) -> bool:
-    """Return the one value from which vLLM takes for every layer, full ones too, whether a block is causal."""
+    """Return the one value by which vLLM decides for every layer, full ones too, whether a block is causal."""
     kinds = sorted(set(layer_types))
     if len(kinds) > 1:
         raise CheckpointError(
@@ -123,11 +122,6 @@ def target_name(config: Config) -> str:
             return stated
     cached = next((part for part in reversed(folder.parts) if part.startswith(_HUB_CACHE)), None)
     return cached.removeprefix(_HUB_CACHE).replace("--", "/") if cached else folder.absolute().name
-
-
-def _target_architectures(config: Config) -> list[str]:
-    architectures: list[str] = _target_content(config).get("architectures") or []
-    return architectures
 
 
 def _target_content(config: Config) -> dict[str, Any]:

@@ -31,28 +31,27 @@ def export(
 ) -> None:
     """Write `folder` with config.json, model.safetensors (bfloat16) and a README.md; replace an export that is there.
 
-    Args:
-        folder: where to.
-        config: the configuration of the run.
-        weights: the master weights by parameter name, of any float type.
-        step: optimizer steps behind these weights.
-        evaluation: of these weights; None when they were not measured.
-        layout: "dflash" for vLLM and SGLang, "speculators" for what reads that library's models.
+    `weights` are the master weights by parameter name after `step` optimizer steps, of any float type; `evaluation` is None
+    if they were not measured.
 
     Raises:
-        CheckpointError: the folder holds something else, the weights are not those of the draft model of `config`,
-            the layout cannot hold it, the disk refused, or what was written does not read back as the same drafter.
+        CheckpointError: the folder holds something else, the weights are not those of the draft model of `config`, the
+            layout cannot hold it, the disk refused, or the written folder does not read back as the same drafter.
     """
     _check_replaceable(folder)
     needed = tensor_shapes(config)
-    _check_shapes(folder, weights, needed)
+    if lines := differing_shapes(needed, {name: list(weight.shape) for name, weight in weights.items()}):
+        raise CheckpointError(f"{folder}: {'; '.join(lines)}")
     rounded = {name: weights[name].detach().to("cpu", torch.bfloat16).contiguous() for name in needed}
     content = engine_config(config, layout) | {"dtype": "bfloat16"}
     with durable_folder(folder) as aside:
         (aside / CONFIG).write_text(json.dumps(content, indent=2) + "\n")
         (aside / CARD).write_text(write_card(config, step, evaluation, layout))
-        _write_weights(aside / WEIGHTS, rounded)
-        _check_reading(aside, config, rounded)
+        try:
+            save_file(rounded, aside / WEIGHTS, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise CheckpointError(f"{folder / WEIGHTS}: not written: {error}") from error
+        _read_back(aside, config, rounded)
 
 
 def _check_replaceable(folder: Path) -> None:
@@ -67,19 +66,7 @@ def _check_replaceable(folder: Path) -> None:
         raise CheckpointError(f"{folder}: needed a new folder or an earlier export, found something else")
 
 
-def _write_weights(path: Path, weights: dict[str, Tensor]) -> None:
-    try:
-        save_file(weights, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise CheckpointError(f"{path}: not written: {error}") from error
-
-
-def _check_shapes(folder: Path, weights: Mapping[str, Tensor], needed: dict[str, list[int]]) -> None:
-    if lines := differing_shapes(needed, {name: list(weight.shape) for name, weight in weights.items()}):
-        raise CheckpointError(f"{folder}: {'; '.join(lines)}")
-
-
-def _check_reading(folder: Path, config: Config, needed: Mapping[str, Tensor]) -> None:
+def _read_back(folder: Path, config: Config, needed: Mapping[str, Tensor]) -> None:
     """Read the folder back: settings must be those of `config`, tensors equal bit for bit."""
     drafter = read_drafter(folder)
     if misfits := drafter.misfits(config):

@@ -5,7 +5,6 @@ speculators   vllm-project/speculators: Qwen3's keys in `transformer_layer_confi
 torchspec     lightseekorg/TorchSpec: the keys of dflash or flat ones, three tensors under other names
 """
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 Content = dict[str, Any]  # of a config.json
@@ -117,8 +116,7 @@ def get_nested(content: Content, path: str) -> Any:
 
 def read_settings(content: Content, layout: Layout) -> Content:
     """Return the settings of a folder under our keys, with Qwen3's defaults; a setting without either is absent."""
-    found = {key: next(_stated(content, paths), None) for key, paths in layout.paths.items()}
-    settings = {key: value for key, value in found.items() if value is not None}
+    settings = {key: stated[0] for key, paths in layout.paths.items() if (stated := _stated(content, paths))}
     heads, num_layers = settings.get("num_attention_heads"), settings.get("num_layers")
     settings.setdefault("rms_norm_eps", 1e-6)
     if heads:
@@ -140,7 +138,7 @@ def find_foreign(content: Content, layout: Layout) -> list[Foreign]:
     fixed = FIXED | {prefix + path: value for path, value in FIXED_IN_DECODER.items()}
     foreign = _find_others(content, fixed)
     for key in ("rope_theta", "block_size"):  # two keys with different values: engines differ in which of them they read
-        values = list(_stated(content, layout.paths[key]))
+        values = _stated(content, layout.paths[key])
         foreign += [(key, "one value", values)] if len(set(values)) > 1 else []
     sliding = [kind == "sliding_attention" for kind in read_settings(content, layout).get("layer_types", ())]
     if any(sliding):
@@ -149,8 +147,8 @@ def find_foreign(content: Content, layout: Layout) -> list[Foreign]:
     return foreign + [(path, sliding, value) for path, value in causal if any(bool(value) != kind for kind in sliding)]
 
 
-def _stated(content: Content, paths: tuple[str, ...]) -> Iterator[Any]:
-    return (value for path in paths if (value := get_nested(content, path)) is not None)
+def _stated(content: Content, paths: tuple[str, ...]) -> list[Any]:
+    return [value for path in paths if (value := get_nested(content, path)) is not None]
 
 
 def _find_others(content: Content, fixed: Content) -> list[Foreign]:

@@ -48,14 +48,9 @@ def _cross_entropy(logits, labels, losses, predictions, num_columns, GRADIENT: t
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, losses: Tensor, predictions: Tensor, *, with_gradient: bool) -> None:
-    """Fill `losses` and `predictions`, and replace the logits by the gradient of their row's loss; float32 inside.
+    """Fill `losses` and `predictions` (the first column with the largest logit); float32 inside.
 
-    Args:
-        logits: [R, V], contiguous; kept unless `with_gradient`.
-        labels: int64 [R].
-        losses: float32 [R].
-        predictions: int64 [R], the first column with the largest logit.
-        with_gradient: overwrite the logits by their gradient.
+    With `with_gradient` the logits are overwritten by the gradient of their row's loss, else they are kept.
     """
     assert logits.is_contiguous() and losses.is_contiguous() and predictions.is_contiguous()
     num_rows, num_columns = logits.shape

@@ -40,12 +40,7 @@ class Fp8Head:
     """Stands in for the head's weight in the training loss; evaluation and export use the weight itself."""
 
     def __init__(self, weight: Tensor, *, gradient_in_fp8: bool) -> None:
-        """Quantise the weight.
-
-        Args:
-            weight: [V, H], kept; H and V are multiples of 16.
-            gradient_in_fp8: compute drows in FP8 too, which takes a second copy of the weight.
-        """
+        """Quantise the weight [V, H], both multiples of 16; for drows in FP8 too, a second copy of it is quantised."""
         self.weight = weight
         self._values, self._scales = _quantise_weight(weight)  # [V, H], [1, V]
         self._transposed = _quantise_weight(weight.T) if gradient_in_fp8 else None  # [H, V], [1, H]

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 P = ParamSpec("P")
 Out = TypeVar("Out")
-_NUM_COMPILED = 64  # versions of a function: few or many rows, 1 or none, with gradients or without; torch gives up at 8
-# Tuned, a function that changes its arguments has them copied to the host first: 20 GiB for the optimizer of the 27B draft.
+_NUM_COMPILED = 64  # versions of a function: for 0, 1 or more rows, with or without gradients; torch stops compiling after 8
+# Autotuning copies the arguments that a function changes to the host first: 20 GiB for the optimizer of the 27B draft.
 _OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"triton.autotune_pointwise": False}
 
 
 def fused(function: Callable[P, Out]) -> Callable[P, Out]:
     """Compile a function of tensors if the first one is on a GPU.
 
-    The first dimension of every tensor of two or more, parameters apart, counts rows and may change from call to
-    call without compiling anew.
+    The first dimension of every tensor of two or more dimensions, except parameters, counts rows and may change from call
+    to call without another compilation.
     """
 
     @functools.cache

@@ -23,11 +23,10 @@ class KeyRuns(NamedTuple):
 
 
 def sweeps_of_rows(start: Ints, end: Ints) -> Ints:
-    """Return the tiles of keys that each tile of query rows has to visit, from one run per row [M].
+    """Return the tiles of keys that each tile of query rows has to visit, from one run per row [M]: [ceil(M / TILE), 4].
 
-    Returns:
-        [ceil(M / TILE), 4], ascending: the first tile that is visited, the first that all rows see in whole, the first
-        behind that is cut again, and the first that is not visited any more.
+    The four tile numbers ascend: the first of the left edge, of the middle that all rows see in full, of the right edge, and
+    the first tile that no row sees any more.
     """
     missing = -len(start) % TILE
     start, end = (np.pad(part, (0, missing), mode="edge").reshape(-1, TILE) for part in (start, end))

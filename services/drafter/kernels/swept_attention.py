@@ -3,8 +3,7 @@
 Neighbouring rows see runs of keys with neighbouring edges. So most key tiles are visible to all rows of a tile or to none;
 a sweep (see key_runs.py) lists the first and last tile of each phase, and only tiles at the edges are masked.
 
-Shapes: T context rows, Q block rows, M query rows among them, S keys of one part (T or Q), Hq query heads,
-Hkv key and value heads, D head_dim. lse and delta are as in `attention_kernel`.
+Shapes, lse and delta are as in `attention_kernel`.
 """
 
 import math
@@ -83,11 +82,10 @@ class _KeyPart(NamedTuple):
 
 
 class _Function(torch.autograd.Function):
-    """q [Hq, M, D], k, v, k_own, v_own, visibility, tilings -> o [M, Hq * D]."""
+    """Attention: q [Hq, M, D], k, v, k_own, v_own, visibility, tilings -> o [M, Hq * D]."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, *inputs: Any) -> Tensor:
-        """Compute o, and save lse for the backward pass."""
         *kv, visibility, tilings = inputs
         (heads, num_rows, depth), num_kv_heads = q.shape, kv[0].shape[0]
         o = q.new_empty(num_rows, heads * depth)

@@ -57,13 +57,13 @@ def anchors_of_tiles(block_size: int) -> int:
 
 
 def quotas(wanted: list[int], budget: int) -> list[int]:
-    """Share a budget by max-min fairness: no document gets more than it wants, small wishes are met in full.
+    """Share a budget by max-min fairness: no document gets more than it wants, and small demands are met in full.
 
-    A remainder that cannot be shared evenly goes, one each, to the documents that want most, the first ones first.
+    A remainder that cannot be shared evenly goes, one each, to the documents that want most, the first of them first.
     """
     granted = [0] * len(wanted)
-    open_documents = sorted(range(len(wanted)), key=lambda document: (wanted[document], -document))
-    for served, document in enumerate(open_documents):
+    ascending = sorted(range(len(wanted)), key=lambda document: (wanted[document], -document))
+    for served, document in enumerate(ascending):
         granted[document] = min(wanted[document], budget // (len(wanted) - served))
         budget -= granted[document]
     return granted

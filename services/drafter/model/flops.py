@@ -18,22 +18,17 @@ def batch_flops(config: Config, blocks: Blocks, cu_seqlens: Ints) -> float:
     num_blocks, num_rows = len(blocks.anchors), len(blocks.anchors) * draft.block_size
     queries, keys = draft.num_attention_heads * draft.head_dim, 2 * draft.num_key_value_heads * draft.head_dim
     num_labels = int(blocks.label_mask.sum())
+    anchors = BlockAnchors(blocks.anchors, cu_seqlens[blocks.documents], blocks.valid)
     products = 0.0  # of the forward pass that the backward pass doubles
     for layer, kind in enumerate(draft.layer_types):
+        is_last = layer == draft.num_layers - 1
         distinct = num_blocks + 1 if layer == 0 else num_rows
-        wanted = num_labels if layer == draft.num_layers - 1 else num_rows
-        num_queries = num_labels if layer == draft.num_layers - 1 else distinct
+        num_queries, num_wanted = (num_labels, num_labels) if is_last else (distinct, num_rows)
         products += hidden * (num_queries * queries + (distinct + num_context) * keys)
-        products += wanted * hidden * (queries + 3 * draft.intermediate_size)
+        products += num_wanted * hidden * (queries + 3 * draft.intermediate_size)
         window = draft.sliding_window if kind == "sliding_attention" else 0
-        products += 2 * queries * _num_pairs(config, blocks, cu_seqlens, window)
+        runs = key_runs(anchors, draft.block_size, window, np.arange(num_rows))
+        num_pairs = float((runs.end - runs.start + runs.own_end - runs.own_start).sum())
+        products += 2 * queries * num_pairs
     once = num_context * hidden**2 * len(draft.tap_layers) * 2 + num_labels * hidden * config.shape.vocab_size * 2
     return 2.0 * (3 * products + once)
-
-
-def _num_pairs(config: Config, blocks: Blocks, cu_seqlens: Ints, sliding_window: int) -> float:
-    """Count the visible pairs of a block row and a key."""
-    anchors = BlockAnchors(blocks.anchors, cu_seqlens[blocks.documents], blocks.valid)
-    rows = np.arange(len(blocks.anchors) * config.draft.block_size)
-    runs = key_runs(anchors, config.draft.block_size, sliding_window, rows)
-    return float((runs.end - runs.start + runs.own_end - runs.own_start).sum())

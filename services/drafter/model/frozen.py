@@ -1,7 +1,4 @@
-"""The target's embedding and head as the drafter uses them: frozen, never saved with the draft model.
-
-V vocabulary, H hidden size.
-"""
+"""The target's embedding and head in the drafter: frozen, never saved with the draft model."""
 
 from pathlib import Path
 
@@ -13,10 +10,10 @@ from common.weights import EMBEDDING, HEAD, find_embedding, find_head, random_te
 
 
 def load_embedding_and_head(config: Config, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both [V, H] in `config.draft.dtype`; one and the same tensor where the target ties them.
+    """Load both [vocabulary, hidden] in `config.draft.dtype`; the head is the embedding itself if the target ties them.
 
     Raises:
-        ModelError: the folder, the weights or one of the tensors is missing, or a shape is not [V, H].
+        ModelError: the folder, the weights or one of the tensors is missing, or a shape differs.
     """
     embedding = _load(config, EMBEDDING, device)
     head = embedding if config.shape.tie_word_embeddings else _load(config, HEAD, device)

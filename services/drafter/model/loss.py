@@ -1,7 +1,7 @@
 """Cross entropy through the target's frozen head, in chunks of rows, and the weights of its rows.
 
-The logits never exist all at once, and the head has no gradient: two matrix products, not three.
-Shapes: R labelled rows, H hidden, V vocabulary, N blocks, B block size.
+The logits never exist all at once, and the head has no gradient: two matrix products, not three; softmax is in float32.
+Shapes: R labelled rows (may be 0), H hidden, V vocabulary, N blocks, B block size.
 """
 
 from typing import Any, Literal
@@ -26,12 +26,8 @@ def decay_weights(block_size: int, gamma: float) -> NDArray[np.float32]:
 def dpace_weights(losses: Tensor, label_mask: Tensor) -> Tensor:
     """Return the weights of D-PACE: the gain in expected accepted drafts per gain in a slot's log-probability.
 
-    With q = (1 - alpha) * p(label) + alpha, the weight of slot i is the sum over j >= i of the product of q over the
-    slots up to j. Slots without a label neither count nor stop a product.
-
-    Args:
-        losses: float32 [N, B - 1], -log p(label).
-        label_mask: bool [N, B - 1].
+    Losses [N, B - 1] are -log p(label). With q = (1 - alpha) * p(label) + alpha, the weight of slot i is the sum over
+    j >= i of the product of q over the slots up to j. Slots without a label neither count nor stop a product.
     """
     smoothed = (1.0 - DPACE_SMOOTHING) * torch.exp(-losses) + DPACE_SMOOTHING
     reached = torch.where(label_mask, smoothed, 1.0).cumprod(1) * label_mask
@@ -44,32 +40,19 @@ def loss_head(weight: Tensor, kind: Literal["exact", "fp8_logits", "fp8"]) -> He
 
 
 def frozen_head_loss(hidden: Tensor, head: Head, labels: Tensor, chunk_rows: int) -> tuple[Tensor, Tensor]:
-    """Compute the cross entropy of every row, differentiable in `hidden` only; softmax in float32.
+    """Return the cross entropy of every row of hidden states [R, H], float32 [R], and the greedy predictions, int64 [R].
 
-    The gradient of the hidden rows is made together with the loss, chunk by chunk, so the backward pass needs no
-    logits: it scales each row by the gradient of the row's loss.
-
-    Args:
-        hidden: [R, H], after the draft model's final norm; R may be 0.
-        head: from `loss_head`.
-        labels: int64 [R].
-        chunk_rows: rows whose logits exist at a time.
-
-    Returns:
-        float32 [R], and int64 [R]: the greedy predictions.
+    The loss is differentiable in `hidden` only. The gradient of the hidden rows is made together with the loss, in chunks
+    of rows whose logits exist at a time, so the backward pass needs no logits: it scales each row by the gradient of the
+    row's loss.
     """
-    losses, predictions = FrozenHeadCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, head, labels, chunk_rows
-    )
+    losses, predictions = _FrozenHeadCrossEntropy.apply(hidden, head, labels, chunk_rows)  # type: ignore[no-untyped-call]
     return losses, predictions
 
 
-class FrozenHeadCrossEntropy(torch.autograd.Function):
-    """Implementation of `frozen_head_loss`."""
-
+class _FrozenHeadCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Head, labels: Tensor, chunk_rows: int) -> tuple[Tensor, Tensor]:
-        """Compute losses and gradients, one chunk of rows after another."""
         losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
         predictions = torch.empty_like(labels)
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
@@ -85,8 +68,7 @@ class FrozenHeadCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        """Multiply the stored gradient of each row by the gradient of its loss, rounding once."""
-        (gradient,) = ctx.saved_tensors
+        (gradient,) = ctx.saved_tensors  # the product is rounded once
         return torch.mul(gradient, gradients[0][:, None], out=torch.empty_like(gradient)), None, None, None
 
 
@@ -95,7 +77,8 @@ def cross_entropy(logits: Tensor, labels: Tensor, losses: Tensor, predictions: T
     if logits.is_cuda:
         from services.drafter.kernels import cross_entropy_kernel  # triton comes with torch for GPUs only
 
-        return cross_entropy_kernel.cross_entropy(logits, labels, losses, predictions, with_gradient=with_gradient)
+        cross_entropy_kernel.cross_entropy(logits, labels, losses, predictions, with_gradient=with_gradient)
+        return
     exact = logits.float()
     log_normaliser = exact.logsumexp(1, keepdim=True)
     torch.sub(log_normaliser[:, 0], exact.gather(1, labels[:, None])[:, 0], out=losses)
@@ -103,4 +86,3 @@ def cross_entropy(logits: Tensor, labels: Tensor, losses: Tensor, predictions: T
     if with_gradient:
         error = (exact - log_normaliser).exp_()
         logits.copy_(error.scatter_add_(1, labels[:, None], torch.full_like(log_normaliser, -1.0)))
-    return None

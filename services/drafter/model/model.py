@@ -23,13 +23,7 @@ _INITIAL_DEVIATION = 0.02
 
 
 def rotation(positions: Tensor, head_dim: int, theta: float) -> Rotation:
-    """Return rotary angles over the whole head, in float32 for every type of model.
-
-    Args:
-        positions: int64 [rows], the position of each row in its document.
-        head_dim: D.
-        theta: the base of the frequencies.
-    """
+    """Return the rotary angles of positions [rows] over the whole head, in float32 for every type of model."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
     angles = positions.float()[:, None] * (1.0 / theta**exponents)[None, :]
     angles = torch.cat([angles, angles], dim=1)
@@ -43,18 +37,15 @@ def in_blocks(rows: Tensor, block_size: int) -> Tensor:
 
 
 def identity(rows: Tensor) -> Tensor:
-    """Return the rows: they are block rows already."""
     return rows
 
 
 def take(rows: Tensor, wanted: Tensor | None) -> Tensor:
-    """Return the wanted rows, or all."""
     return rows if wanted is None else rows.index_select(0, wanted)
 
 
 @fused
 def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """[rows, W] -> [rows, W]."""
     return F.rms_norm(rows, weight.shape, weight, eps)
 
 
@@ -71,29 +62,29 @@ def norm_and_rotate(heads: Tensor, weight: Tensor, cosine: Tensor, sine: Tensor,
 def finish_layer(
     residual: Tensor, attended: Tensor, output: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor, eps: float
 ) -> Tensor:
-    """Compute a layer from the heads' output on: [rows, H]; `output` to `down` are weights."""
+    """Compute the rest of a layer from the output of its heads: [rows, H]; `output` to `down` are weights."""
     hidden = residual + F.linear(attended, output)
     normed = F.rms_norm(hidden, norm.shape, norm, eps)
     return hidden + F.linear(F.silu(F.linear(normed, gate)) * F.linear(normed, up), down)
 
 
-def linear(in_features: int, out_features: int, dtype: torch.dtype) -> nn.Linear:
-    return nn.Linear(in_features, out_features, bias=False, dtype=dtype)
+def linear(in_features: int, out_features: int) -> nn.Linear:
+    return nn.Linear(in_features, out_features, bias=False)
 
 
 class Attention(nn.Module):
     """Attention of block rows over the context and the block rows; context rows have no queries."""
 
-    def __init__(self, config: Config, dtype: torch.dtype) -> None:
+    def __init__(self, config: Config) -> None:
         super().__init__()
         draft, hidden = config.draft, config.shape.hidden_size
         self.head_dim, self.eps = draft.head_dim, config.shape.rms_norm_eps
-        self.q_proj = linear(hidden, draft.num_attention_heads * draft.head_dim, dtype)
-        self.k_proj = linear(hidden, draft.num_key_value_heads * draft.head_dim, dtype)
-        self.v_proj = linear(hidden, draft.num_key_value_heads * draft.head_dim, dtype)
-        self.o_proj = linear(draft.num_attention_heads * draft.head_dim, hidden, dtype)
-        self.q_norm = nn.RMSNorm(draft.head_dim, eps=self.eps, dtype=dtype)
-        self.k_norm = nn.RMSNorm(draft.head_dim, eps=self.eps, dtype=dtype)
+        self.q_proj = linear(hidden, draft.num_attention_heads * draft.head_dim)
+        self.k_proj = linear(hidden, draft.num_key_value_heads * draft.head_dim)
+        self.v_proj = linear(hidden, draft.num_key_value_heads * draft.head_dim)
+        self.o_proj = linear(draft.num_attention_heads * draft.head_dim, hidden)
+        self.q_norm = nn.RMSNorm(draft.head_dim, eps=self.eps)
+        self.k_norm = nn.RMSNorm(draft.head_dim, eps=self.eps)
 
     def keys_values(self, rows: Tensor, angles: Rotation, expand: Expand = identity) -> KeysValues:
         """Return key and value heads of [rows, H]."""
@@ -110,53 +101,40 @@ class Attention(nn.Module):
         return attend(query, context, self.keys_values(rows, angles, expand))
 
     def _split_heads(self, rows: Tensor) -> Tensor:
-        """[rows, heads * D] -> [rows, heads, D]."""
         return rows.view(rows.shape[0], rows.shape[1] // self.head_dim, self.head_dim)
 
 
 class MLP(nn.Module):
     """The weights of the gated feed-forward part of a layer; `finish_layer` computes it."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.gate_proj = linear(hidden_size, intermediate_size, dtype)
-        self.up_proj = linear(hidden_size, intermediate_size, dtype)
-        self.down_proj = linear(intermediate_size, hidden_size, dtype)
+        self.gate_proj = linear(hidden_size, intermediate_size)
+        self.up_proj = linear(hidden_size, intermediate_size)
+        self.down_proj = linear(intermediate_size, hidden_size)
 
     def weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Gate, up and down."""
         return self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
 
 
 class DraftLayer(nn.Module):
     """One layer: attention, then the feed-forward part, both around the residual stream of the block rows."""
 
-    def __init__(self, config: Config, dtype: torch.dtype) -> None:
+    def __init__(self, config: Config) -> None:
         super().__init__()
         hidden, self.eps = config.shape.hidden_size, config.shape.rms_norm_eps
-        self.input_layernorm = nn.RMSNorm(hidden, eps=self.eps, dtype=dtype)
-        self.self_attn = Attention(config, dtype)
-        self.post_attention_layernorm = nn.RMSNorm(hidden, eps=self.eps, dtype=dtype)
-        self.mlp = MLP(hidden, config.draft.intermediate_size, dtype)
+        self.input_layernorm = nn.RMSNorm(hidden, eps=self.eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(hidden, eps=self.eps)
+        self.mlp = MLP(hidden, config.draft.intermediate_size)
 
     def forward(
-        self,
-        rows: Tensor,
-        angles: Rotation,
-        context: KeysValues,
-        attend: Attend,
-        expand: Expand = identity,
-        wanted: Tensor | None = None,
+        self, rows: Tensor, angles: Rotation, context: KeysValues, attend: Attend, expand: Expand, wanted: Tensor | None
     ) -> Tensor:
         """Return the wanted block rows after this layer, [M, H]; all rows are keys.
 
-        Args:
-            rows: block rows [Q, H], or distinct rows that `expand` turns into block rows.
-            angles: of the block rows.
-            context: keys and values of this layer.
-            attend: the attention of the wanted rows.
-            expand: applied after the projections, so that equal rows are projected once.
-            wanted: int64 [M]; None for all.
+        `rows` are block rows [Q, H], or distinct rows that `expand` turns into block rows after the projections, so that
+        equal rows are projected once. `attend` is the attention of the wanted rows.
         """
         normed = rms_norm(rows, self.input_layernorm.weight, self.eps)
         attended = self.self_attn(normed, angles, context, attend, expand, wanted)
@@ -167,23 +145,22 @@ class DraftLayer(nn.Module):
 class DraftModel(nn.Module):
     """DFlash (arXiv 2602.06036): target features enter every layer as keys and values, a block leaves in one pass.
 
-    The embedding and the head are the target's and not part of this module. `windows` holds the window
-    of every layer (0 for a full layer).
+    The embedding and the head are the target's and not part of this module. On the device "meta" it has shapes only.
     """
 
     def __init__(self, config: Config, device: torch.device = _CPU) -> None:
         super().__init__()
         draft, hidden, self.eps = config.draft, config.shape.hidden_size, config.shape.rms_norm_eps
-        dtype: torch.dtype = getattr(torch, draft.dtype)
         self.head_dim, self.rope_theta = draft.head_dim, config.shape.rope_theta
-        self.windows = [draft.sliding_window if kind == "sliding_attention" else 0 for kind in draft.layer_types]
+        self.windows = [draft.sliding_window if kind == "sliding_attention" else 0 for kind in draft.layer_types]  # 0: full
         with torch.device("meta"):
-            self.fc = linear(len(draft.tap_layers) * hidden, hidden, dtype)
-            self.hidden_norm = nn.RMSNorm(hidden, eps=self.eps, dtype=dtype)
-            self.layers = nn.ModuleList(DraftLayer(config, dtype) for _ in range(draft.num_layers))
-            self.norm = nn.RMSNorm(hidden, eps=self.eps, dtype=dtype)
-        self.to_empty(device=device)
-        self.initialise(config.seed)
+            self.fc = linear(len(draft.tap_layers) * hidden, hidden)
+            self.hidden_norm = nn.RMSNorm(hidden, eps=self.eps)
+            self.layers = nn.ModuleList(DraftLayer(config) for _ in range(draft.num_layers))
+            self.norm = nn.RMSNorm(hidden, eps=self.eps)
+        self.to(getattr(torch, draft.dtype)).to_empty(device=device)
+        if device.type != "meta":
+            self.initialise(config.seed)
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
@@ -192,21 +169,17 @@ class DraftModel(nn.Module):
             if parameter.dim() == 1:
                 parameter.fill_(1.0)
             else:
-                where = parameter.device, parameter.dtype
-                parameter.copy_(random_tensor(f"draft.{name}", parameter.shape, _INITIAL_DEVIATION, seed, *where))
+                kind = parameter.device, parameter.dtype
+                parameter.copy_(random_tensor(f"draft.{name}", parameter.shape, _INITIAL_DEVIATION, seed, *kind))
 
     def project_context(self, taps: Tensor) -> Tensor:
         """Project target features [T, K, H], of any float type, to the context [T, H] that all layers share."""
         return rms_norm(self.fc(taps.flatten(1).to(self.fc.weight.dtype)), self.hidden_norm.weight, self.eps)
 
     def context_keys_values(self, context: Tensor, positions: Tensor) -> Iterator[KeysValues]:
-        """Yield keys and values [Hkv, T, D] of the context [T, H], one pair per layer; inference caches them.
+        """Yield keys and values [Hkv, T, D] of the context [T, H] at positions [T], one pair per layer; inference caches them.
 
-        Pairs are computed lazily, so a backward pass finishes all gradients of a layer before it reaches the layer below.
-
-        Args:
-            context: the output of `project_context`.
-            positions: int64 [T], the position of each row in its document.
+        Pairs are computed lazily, so a backward pass finishes all gradients of a layer before it reaches the previous layer.
         """
         angles = rotation(positions, self.head_dim, self.rope_theta)
         return (layer.self_attn.keys_values(context, angles) for layer in self._layers())
@@ -219,7 +192,7 @@ class DraftModel(nn.Module):
         attends: Sequence[Attend],
         wanted: Tensor | None = None,
     ) -> Tensor:
-        """Compute the hidden states of block rows that the target's head turns into logits.
+        """Return the hidden states [M, H] of block rows, after the final norm, that the target's head turns into logits.
 
         Every layer but the last computes all block rows, because they are keys of the next layer.
 
@@ -227,11 +200,8 @@ class DraftModel(nn.Module):
             embeddings: [N + 1, H], the target's embedding of every anchor token, then that of the mask token.
             positions: int64 [Q], anchor position + offset.
             context_keys_values: one pair per layer, see the method of that name.
-            attends: one per layer; that of the last is of the wanted rows.
+            attends: one per layer; that of the last layer attends for the wanted rows only.
             wanted: int64 [M], block rows; None for all.
-
-        Returns:
-            [M, H], after the final norm.
         """
         angles = rotation(positions, self.head_dim, self.rope_theta)
         rows, layers = embeddings.to(self.norm.weight.dtype), self._layers()

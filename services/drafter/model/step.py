@@ -25,10 +25,7 @@ HEAD_CHUNK_ROWS = 1536  # 0.8 GB of bfloat16 logits at a vocabulary of 248,320
 def block_loss(
     model: DraftModel, embed_weight: Tensor, head: Head, batch: PackedBatch, blocks: Blocks, config: Config
 ) -> StepSums:
-    """Compute the loss of one batch and the counts that go with it, without waiting for the device.
-
-    Embedding and head are the target's, [V, H].
-    """
+    """Compute loss and counts of one batch without waiting for the device; embedding and head are the target's, [V, H]."""
     device, (num_blocks, num_slots) = batch.hidden_states.device, blocks.labels.shape
     block, slot = np.nonzero(blocks.label_mask)
     labelled = block * (num_slots + 1) + slot + 1

@@ -15,8 +15,8 @@ from common.device.memory import allowed_bytes
 from services.drafter.model.anchors import anchors_of_tiles
 from services.drafter.training.training_state import TrainingState, full_shape, make_up_batch
 
-_PROBE_PART = 32  # of the tokens of a batch: the smaller of the two budgets that are timed
-_MEMORY_PART = 0.9  # of what the device can still give
+_PROBE_PART = 32  # divides the tokens of a batch: the smaller of the two budgets that are timed
+_MEMORY_PART = 0.9  # of the memory that the device can still give
 _NUM_TIMED = 2
 
 
@@ -28,40 +28,29 @@ class BatchCost(NamedTuple):
     max_anchors: int  # that the device has room for
 
 
-def with_anchors(config: Config, anchors_per_batch: int) -> Config:
-    """The same configuration with this budget."""
-    return msgspec.structs.replace(config, train=msgspec.structs.replace(config.train, anchors_per_batch=anchors_per_batch))
-
-
-def all_taken(config: Config, anchors_per_batch: int) -> Config:
-    """The same, where no limit of a document leaves some of the budget unused."""
-    train = msgspec.structs.replace(config.train, anchors_per_batch=anchors_per_batch, anchors_per_document=anchors_per_batch)
-    return msgspec.structs.replace(config, train=train)
+def with_anchors(config: Config, **budgets: int) -> Config:
+    """Return the configuration with other values of train.anchors_per_batch or train.anchors_per_document."""
+    return msgspec.structs.replace(config, train=msgspec.structs.replace(config.train, **budgets))
 
 
 def balanced_anchors(costs: Sequence[BatchCost], batches_per_s: float, shapes: Sequence[BatchShape], config: Config) -> int:
-    """The budget at which drafters of these costs take as many batches as targets make, as far as that can be.
+    """Return the budget at which drafters take as many training batches as all targets make, or the closest possible.
 
-    It is a multiple of what fills whole tiles of the attention, holds one anchor for every document at least, and is
-    no larger than a batch has tokens or the smallest device has room for.
-
-    Args:
-        costs: one per drafter; the slowest sets the pace of all.
-        batches_per_s: of all targets together.
-        shapes: of the training batches.
-        config: the shapes and the plan.
+    There is one cost per drafter, and the slowest sets the pace of all. The budget is a multiple of what fills whole tiles
+    of the attention, holds one anchor for every document at least, and is no larger than a batch has tokens or the
+    smallest device has room for.
     """
     seconds = len(costs) / batches_per_s  # that a drafter may take for a batch
     wanted = min((seconds - cost.seconds) / cost.seconds_per_anchor for cost in costs)
     most = min(config.plan.max_tokens_per_batch, *(cost.max_anchors for cost in costs))
     step, least = anchors_of_tiles(config.draft.block_size), config.plan.max_samples_per_batch
     budgets = range(step, most + 1, step)
-    place = bisect.bisect_right(budgets, wanted, key=lambda budget: mean_anchors(budget, shapes, config))
-    return max(step * place, math.ceil(least / step) * step)
+    num_steps = bisect.bisect_right(budgets, wanted, key=lambda budget: mean_anchors(budget, shapes, config))
+    return max(step * num_steps, math.ceil(least / step) * step)
 
 
 def mean_anchors(budget: int, shapes: Sequence[BatchShape], config: Config) -> float:
-    """Of a batch: one of few documents cannot have the whole budget, for each may have so many and no more."""
+    """Return the mean anchors of a batch: few documents cannot use the whole budget, because each has a limit of its own."""
     per_document = config.train.anchors_per_document
     limits = [(shape.num_rows * min(per_document, shape.length), shape.num_batches) for shape in shapes]
     num_batches = sum(count for _, count in limits)
@@ -69,33 +58,32 @@ def mean_anchors(budget: int, shapes: Sequence[BatchShape], config: Config) -> f
 
 
 def measure_cost(state: TrainingState, config: Config) -> BatchCost:
-    """Time whole steps at two budgets; none changes a bit of the state."""
+    """Time complete steps at two budgets without changing a bit of the state."""
     step = anchors_of_tiles(config.draft.block_size)
     few = math.ceil(max(config.plan.max_tokens_per_batch / _PROBE_PART, 1) / step) * step
-    (seconds, few_bytes), (more_seconds, many_bytes) = (_time_step(state, all_taken(config, n)) for n in (few, 2 * few))
+    (seconds, few_bytes), (more_seconds, many_bytes) = (_time_step(state, config, anchors) for anchors in (few, 2 * few))
     per_anchor = max((more_seconds - seconds) / few, 1e-9)
-    return BatchCost(max(seconds - per_anchor * few, 0.0), per_anchor, _max_anchors(state, few, few_bytes, many_bytes))
+    return BatchCost(max(seconds - per_anchor * few, 0.0), per_anchor, _max_anchors(state.device, few, few_bytes, many_bytes))
 
 
-def _time_step(state: TrainingState, config: Config) -> tuple[float, int]:
-    """Seconds of a batch with its share of the optimizer's step, and the memory it takes at its peak."""
+def _time_step(state: TrainingState, config: Config, anchors: int) -> tuple[float, int]:
+    """Return the seconds of a batch with its share of the optimizer's step, and the peak memory in bytes."""
+    config = with_anchors(config, anchors_per_batch=anchors, anchors_per_document=anchors)  # so that all are used
     batch, device, taken_s = make_up_batch(*full_shape(config), config, state.device), state.device, []
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     for turn in range(1 + _NUM_TIMED):  # the first compiles
-        marks = [_now(device)]
+        began = _now(device)
         state.rehearse_batch(batch, config, epoch=turn)
-        marks.append(_now(device))
+        computed = _now(device)
         state.rehearse_step()
-        marks.append(_now(device))
-        taken_s.append(marks[1] - marks[0] + (marks[2] - marks[1]) / config.accumulation)
+        taken_s.append(computed - began + (_now(device) - computed) / config.accumulation)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     return min(taken_s[1:]), peak
 
 
-def _max_anchors(state: TrainingState, few: int, few_bytes: int, many_bytes: int) -> int:
-    """By what the peaks at `few` and twice as many anchors say of more; a CPU has no limit."""
-    device = state.device
+def _max_anchors(device: torch.device, few: int, few_bytes: int, many_bytes: int) -> int:
+    """Extrapolate from the peaks at `few` and twice as many anchors; a CPU has no limit."""
     if device.type != "cuda":
         return 1 << 31
     room = max(0, allowed_bytes(device) - many_bytes) * _MEMORY_PART

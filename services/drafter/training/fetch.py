@@ -3,19 +3,16 @@
     fetch thread   Next -> Grant -> copy into a free buffer -> wait for the copy -> check -> Release
     main thread    next() -> compute -> recycle()
 
-A slot is held for the copy only. Buffers are made at start; one is filled again only after the mark
-that `recycle` set behind the last kernel that reads it.
-
-T tokens, K taps, H hidden size, D documents.
+A slot is held for the copy only. Buffers are made at start; one is filled again only after the mark that `recycle` set
+behind the last kernel that reads it.
 """
 
 import itertools
 import logging
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from queue import Empty, Queue
 from typing import NamedTuple
 
@@ -51,8 +48,7 @@ class _Copied(NamedTuple):
     rows: Rows
 
 
-@dataclass(frozen=True)
-class Fetched:
+class Fetched(NamedTuple):
     """One batch of the sequence on the device; no batch for this rank where the last step is padded."""
 
     info: BatchInfo
@@ -102,10 +98,10 @@ class Fetcher:
         if item is None:
             return None
         info, copied = item
-        return Fetched(info, None, None) if copied is None else self._to_batch(info, copied)
+        return Fetched(info, None, None) if copied is None else Fetched(info, self._to_batch(copied), copied.buffer)
 
     def recycle(self, fetched: Fetched) -> None:
-        """Give the buffer back after the last kernel that reads it was launched."""
+        """Free the buffer once the last kernel that reads it was launched."""
         if fetched.buffer is not None:
             self._free.put(_Buffer(fetched.buffer, mark_computation(self._device)))
 
@@ -117,9 +113,9 @@ class Fetcher:
                 self._actor.keep_waiting()
                 check()
 
-    def _to_batch(self, info: BatchInfo, copied: _Copied) -> Fetched:
+    def _to_batch(self, copied: _Copied) -> PackedBatch:
         rows = copied.rows
-        batch = PackedBatch(
+        return PackedBatch(
             hidden_states=copied.buffer.hidden_states(len(rows.input_ids)),
             position_ids=upload(rows.position_ids, self._device),
             input_ids=rows.input_ids.astype(np.int64),
@@ -127,7 +123,6 @@ class Fetcher:
             cu_seqlens=rows.cu_seqlens.astype(np.int64),
             sample_ids=rows.sample_ids.astype(np.int64),
         )
-        return Fetched(info, batch, copied.buffer)
 
     def _fetch_all(self, batches: "itertools.count[int]") -> None:
         for batch in batches:
@@ -166,7 +161,7 @@ class Fetcher:
         return self._actor.channel.ask(body, lambda: not self._stopping)
 
     def _copy(self, grant: Grant, buffer: _Buffer) -> _Copied | None:
-        """Copy a slot out and check it; None if it does not hold the batch that was granted, as it was written."""
+        """Copy a slot out and check it; return None if it does not hold the granted batch as it was written."""
         try:
             return self._copy_checked(grant, buffer)
         except SlotError as error:
@@ -186,24 +181,21 @@ class Fetcher:
         faults.reach("drafter.mid_fetch")
         rows = Rows(*(np.array(array, np.int64) for array in slot.rows))
         copied.wait()
-        self._check_lease(grant, slot.header)
-        _check_content(slot.header, int(buffer.hidden.checksum), rows.checksum())
+        self._check(grant, slot.header, int(buffer.hidden.checksum), rows.checksum())
         return _Copied(buffer.hidden, rows)
 
-    def _check_lease(self, grant: Grant, header: SlotHeader) -> None:
-        needed, found = (self._plan_hash, grant.generation, grant.info.batch), header[:3]
-        differences = _differences(["plan hash", "generation", "batch"], needed, found)
-        if differences:
-            raise StaleLeaseError(differences)
-
-
-def _check_content(header: SlotHeader, hidden_checksum: int, rows_checksum: int) -> None:
-    needed, found = (header.hidden_checksum, header.rows_checksum), (hidden_checksum, rows_checksum)
-    differences = _differences(["hidden states checksum", "rows checksum"], needed, found)
-    if differences:
-        raise SlotChecksumError(differences)
-
-
-def _differences(names: Sequence[str], needed: Sequence[object], found: Sequence[object]) -> str:
-    triples = zip(names, needed, found, strict=True)
-    return "; ".join(f"{name}: needed {ours!r}, found {theirs!r}" for name, ours, theirs in triples if ours != theirs)
+    def _check(self, grant: Grant, header: SlotHeader, hidden_checksum: int, rows_checksum: int) -> None:
+        """Check the lease before the content: a slot that was granted anew may hold anything."""
+        lease = {
+            "plan hash": (self._plan_hash, header.plan_hash),
+            "generation": (grant.generation, header.generation),
+            "batch": (grant.info.batch, header.batch),
+        }
+        content = {
+            "hidden states checksum": (header.hidden_checksum, hidden_checksum),
+            "rows checksum": (header.rows_checksum, rows_checksum),
+        }
+        for error, pairs in ((StaleLeaseError, lease), (SlotChecksumError, content)):
+            lines = [f"{name}: needed {ours!r}, found {theirs!r}" for name, (ours, theirs) in pairs.items() if ours != theirs]
+            if lines:
+                raise error("; ".join(lines))

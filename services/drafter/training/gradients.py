@@ -1,7 +1,4 @@
-"""Gradients of a step: added up over batches, and over ranks while the backward pass is still running.
-
-Shapes: P parameter elements in all.
-"""
+"""Gradients of a step: added up over batches, and over ranks while the backward pass is still running."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,13 +9,13 @@ from torch import Tensor, nn
 
 from services.drafter.model.step_sums import StepSums
 
-_BUCKET_ELEMENTS = 1 << 25  # 128 MiB: far above the size from which an all-reduce runs at full speed
-_ALIGNMENT = 64  # elements: kernels are faster where they begin at a round address
+_BUCKET_ELEMENTS = 1 << 25  # 128 MiB: far larger than the size from which an all-reduce runs at full speed
+_ALIGNMENT = 64  # elements: kernels are faster on aligned addresses
 Begin = Callable[[Tensor], object]  # start an in-place all-reduce of a tensor
 
 
 class Gradients:
-    """One flat float32 buffer, sums first; a backward pass moves each gradient there as soon as it has it.
+    """One flat float32 buffer, sums first; a backward pass moves each gradient there as soon as it is computed.
 
     Backward passes reach the last parameters first. So the buffer is cut into buckets from its end, and in a rank's last
     batch of a step the all-reduce of a bucket starts once the bucket is complete. All ranks start the same buckets in the
@@ -43,9 +40,7 @@ class Gradients:
     def accumulate(self, sums: StepSums, begin: Begin | None = None) -> None:
         """Run the backward pass of `sums.loss`, and add up the sums.
 
-        Args:
-            sums: of one batch, with their graph.
-            begin: given with the last batch of this rank's step: the sums over the ranks begin on the way.
+        `begin` is given with the last batch of this rank's step: the all-reduces begin during the backward pass.
         """
         self.sums.values.add_(sums.values.detach())
         self._begin, self._num_taken = begin, 0
@@ -62,7 +57,7 @@ class Gradients:
         self._num_begun = len(self._buckets)
 
     def abandon(self) -> None:
-        """Empty the buffer for the next step, after a step or in place of it."""
+        """Empty the buffer for the next step, after a step or instead of it."""
         self.sums.values.zero_()
         self._is_empty = True  # the buffer may still hold the last step's gradients; the first batch overwrites them
         self._begin, self._num_begun = None, 0
@@ -72,7 +67,7 @@ class Gradients:
 
     @torch.no_grad()
     def _take(self, index: int, parameter: Tensor) -> None:
-        """Move the gradient of a parameter to the buffer; the backward pass calls this as soon as it has it."""
+        """Move a gradient to the buffer, as a hook of the backward pass."""
         assert parameter.grad is not None
         add = torch._foreach_copy_ if self._is_empty else torch._foreach_add_  # copy_ to another type: half the speed
         add([self._views[index]], [parameter.grad])

@@ -1,13 +1,12 @@
-"""The drafters as one group: the same weights on every rank, one sum of gradients per step, and no death is the end.
+"""The drafters as one group: equal weights on every rank, one sum of gradients per step, and a new incarnation after a death.
 
-When a rank dies, the supervisor calls for a new life of the group. The survivors keep their state in
-memory, leave what they were doing, and come; the newcomer comes too; the one that is furthest gives
-its state to the others.
+When a rank dies, the supervisor starts a new incarnation of the group. The survivors keep their state in memory, abandon the
+step, and join; the successor joins too; the rank that is furthest sends its state to the others.
 
     join --> train --> a rank died: GroupBrokenError --> join --> share state --> train ...
 
-The process group objects are made and dropped here directly: torch's global default group cannot be
-made again reliably after an abort (pytorch issue 151159).
+Process groups are made and dropped here directly: torch's global default group cannot be made again reliably after an abort
+(pytorch issue 151159).
 """
 
 import logging
@@ -32,8 +31,8 @@ from common.device.copy_stream import mark_computation
 from common.run_dir import RENDEZVOUS
 
 _FORMING_TIMEOUT_S = 30
-_NEW_LIFE_TIMEOUT_S = 60
-_COLLECTIVE_TIMEOUT_S = 24 * 3600  # a silent rank is the supervisor's to judge
+_INCARNATION_TIMEOUT_S = 60
+_COLLECTIVE_TIMEOUT_S = 24 * 3600  # the supervisor, not a timeout, decides that a silent rank is dead
 _POLL_S = 0.02
 _GPU_POLL_S = 0.0001
 _NCCL_SETTINGS = {  # torch reads them when a process group is made, and takes them from nowhere else
@@ -46,36 +45,36 @@ log = logging.getLogger(__name__)
 
 
 class GroupBrokenError(Exception):
-    """A rank died; what was under way is void and the group forms anew."""
+    """A rank died; the step in progress is void and the group forms anew."""
 
 
 class Group:
-    """This rank's place among the drafters. A group of one needs nobody, and breaks only where it is called to stop."""
+    """The group as one rank uses it. A group of one has no collectives; only a stop by the supervisor breaks it."""
 
     def __init__(self, actor: Actor, device: torch.device) -> None:
         self._actor = actor
         self._device = device
         self._rank = actor.index
         self._size = actor.config.num_drafters
-        self._life = 0
+        self._incarnation = 0
         self._backend: Any = None  # a process group; the stubs of torch lack its methods
         self._works: deque[dist.Work] = deque()  # begun, in order
 
     def join(self) -> None:
-        """Come to a life of the group that was not joined yet; returns when all ranks have come."""
+        """Join the next incarnation of the group; returns when all ranks have joined."""
         self.leave()
         if self._size == 1:
-            self._life = self._actor.board.group
+            self._incarnation = self._actor.board.group
         while self._size > 1 and self._backend is None:
-            self._life = self._await_new_life()
-            self._actor.notices.come_to_group(self._life)
-            log.info("group life %d: waiting for %d ranks", self._life, self._size)
-            if self._all_have_come():
+            self._incarnation = self._await_incarnation()
+            self._actor.notices.come_to_group(self._incarnation)
+            log.info("group incarnation %d: waiting for %d ranks", self._incarnation, self._size)
+            if self._await_ranks():
                 self._form()
-        log.info("group life %d: all ranks have come", self._life)
+        log.info("group incarnation %d: all ranks have joined", self._incarnation)
 
     def leave(self) -> None:
-        """Drop the process group; when it returns, nothing that was still under way in it writes any more."""
+        """Drop the process group; when it returns, no collective of it writes any more."""
         if self._backend is not None:
             self._backend.abort()
             for work in self._works:
@@ -87,15 +86,15 @@ class Group:
             self._backend = None
 
     def check(self) -> None:
-        """Raise GroupBrokenError where the supervisor has called for a new life."""
-        if self._actor.board.group != self._life:
-            raise GroupBrokenError("called together anew")
+        """Raise GroupBrokenError if the supervisor has started a new incarnation."""
+        if self._actor.board.group != self._incarnation:
+            raise GroupBrokenError("a new incarnation of the group was started")
 
     def begin(self, values: torch.Tensor) -> None:
         """Begin to replace `values` by their sum over all ranks, which begin the same sums in the same order.
 
         Raises:
-            GroupBrokenError: a rank died; `values` are void, here and in the methods below.
+            GroupBrokenError: a rank died; `values` are void, here and in the methods that follow.
         """
         if self._backend is not None:
             self._launch(partial(self._backend.allreduce, [values]))
@@ -110,11 +109,11 @@ class Group:
                     self._works.popleft()
 
     def finish(self) -> None:
-        """Wait on the host until all that has begun is whole, so that nothing is computed from half a sum.
+        """Wait on the host until every collective that has begun is complete, so that nothing is computed from half a sum.
 
-        After a death nccl leaves garbage behind and says that its work is completed, and what was launched behind it
-        runs: nothing on the device can tell. So what must not see garbage is launched when the sums are whole. That costs
-        the device one launch latency, the forward after it none: it is launched while the optimizer runs.
+        After a death nccl leaves garbage behind and reports its work as completed, and kernels launched behind it run:
+        nothing on the device can tell. So the optimizer is launched only when the sums are complete. That costs the device
+        one launch latency, and none for the next forward: it is launched while the optimizer runs.
         """
         self.order()
         summed = mark_computation(self._device)
@@ -125,7 +124,7 @@ class Group:
                     time.sleep(_GPU_POLL_S)
 
     def add_up(self, values: torch.Tensor) -> torch.Tensor:
-        """Replace `values` by their sum over all ranks; when it returns, the sum is whole."""
+        """Replace `values` by their sum over all ranks; when it returns, the sum is complete."""
         self.begin(values)
         self.finish()
         return values
@@ -146,20 +145,20 @@ class Group:
         numbers[self._rank] = number
         return [int(n) for n in self.add_up(numbers).tolist()]
 
-    def _await_new_life(self) -> int:
-        """The supervisor calls for one as soon as it has taken the end of the rank that died."""
-        deadline = time.monotonic() + _NEW_LIFE_TIMEOUT_S
-        while (life := self._actor.board.group) == self._life:
+    def _await_incarnation(self) -> int:
+        """Wait for the supervisor, which starts an incarnation as soon as it has noticed the death of a rank."""
+        deadline = time.monotonic() + _INCARNATION_TIMEOUT_S
+        while (incarnation := self._actor.board.group) == self._incarnation:
             if time.monotonic() > deadline:
-                raise RuntimeError(f"the group broke, and nobody died within {_NEW_LIFE_TIMEOUT_S} s")
+                raise RuntimeError(f"the group broke, and no rank died within {_INCARNATION_TIMEOUT_S} s")
             self._wait()
-        return life
+        return incarnation
 
-    def _all_have_come(self) -> bool:
-        """Wait until every rank has joined this group; return False if the group was replaced meanwhile."""
+    def _await_ranks(self) -> bool:
+        """Wait until every rank has joined this incarnation; return False if it was replaced meanwhile."""
         first = self._actor.args.record - self._rank
-        while self._actor.board.group == self._life:
-            if all(self._actor.board.read(first + rank).group == self._life for rank in range(self._size)):
+        while self._actor.board.group == self._incarnation:
+            if all(self._actor.board.read(first + rank).group == self._incarnation for rank in range(self._size)):
                 return True
             self._wait()
         return False
@@ -171,7 +170,7 @@ class Group:
     def _form(self) -> None:
         meeting = self._actor.run_dir / RENDEZVOUS
         meeting.mkdir(exist_ok=True)
-        store = FileStore(str(meeting / f"group-{self._life}"), self._size)
+        store = FileStore(str(meeting / f"group-{self._incarnation}"), self._size)
         store.set_timeout(timedelta(seconds=_FORMING_TIMEOUT_S))
         try:
             faults.reach("drafter.before_connecting")
@@ -182,14 +181,14 @@ class Group:
                 self._backend = self._connect(lambda: self._make_gloo(store))
             self.add_up(torch.zeros(1, device=self._device))
         except (RuntimeError, GroupBrokenError) as error:
-            log.warning("group life %d did not form: %s", self._life, error)
+            log.warning("group incarnation %d did not form: %s", self._incarnation, error)
             self.leave()
 
     def _connect(self, connect: Callable[[], T]) -> T:
-        """Run `connect` in a thread of its own: where a rank dies on the way it does not return for a long time.
+        """Run `connect` in a thread of its own, because it does not return for a long time if a rank dies meanwhile.
 
-        The thread is left behind when the life is over. It shares nothing with the next one, which meets in another file
-        and on other ports, and it gives up by itself after the forming timeout (gloo) or when `leave` aborts (nccl).
+        The thread is abandoned when the incarnation is replaced. It shares nothing with the next incarnation, which uses
+        another file and other ports, and it ends by itself after the forming timeout (gloo) or when `leave` aborts (nccl).
         """
         connected = Future[T]()
 
@@ -215,7 +214,6 @@ class Group:
         return dist.ProcessGroupNCCL(store, self._rank, self._size, options)
 
     def _make_gloo(self, store: FileStore) -> Any:
-        """Connect with all ranks over the loopback interface."""
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
         options._timeout = timedelta(seconds=_FORMING_TIMEOUT_S)
@@ -230,7 +228,7 @@ class Group:
 
 @contextmanager
 def _broken_group() -> Iterator[None]:
-    """Turn the errors of a backend into GroupBrokenError: a rank died."""
+    """Raise the errors of a backend as GroupBrokenError: a rank died."""
     try:
         yield
     except RuntimeError as error:

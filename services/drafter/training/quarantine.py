@@ -21,43 +21,27 @@ log = logging.getLogger(__name__)
 
 
 class BatchFacts(NamedTuple):
-    """A batch as it was trained on; the facts are on the device."""
+    """A batch in training; the facts are on the device."""
 
     batch: int
     sample_ids: list[int]
     facts: Tensor  # float32 [4]: hidden values that are not finite, the largest finite magnitude, loss sum, its divisor
 
 
-class QuarantinedBatch(msgspec.Struct, kw_only=True):
+class QuarantinedBatch(msgspec.Struct):
     """Facts of a batch, on the host."""
 
     batch: int
     sample_ids: list[int]
-    num_nonfinite: int  # of the hidden states as received; above 2**24 a rounded number
+    num_nonfinite: int  # of the hidden states as received; from 2**24 on a rounded number
     largest_finite: float
     loss: float
 
     @classmethod
     def of(cls, facts: BatchFacts, values: list[float]) -> "QuarantinedBatch":
         """Make a record of the values [4] of the facts."""
-        nonfinite, largest, loss, divisor = values
-        return cls(
-            batch=facts.batch,
-            sample_ids=facts.sample_ids,
-            num_nonfinite=round(nonfinite),
-            largest_finite=largest,
-            loss=loss / divisor if divisor else loss,
-        )
-
-
-class QuarantinedStep(msgspec.Struct, kw_only=True):
-    """The content of a file: the step over all ranks, the batches of one."""
-
-    step: int
-    rank: int
-    loss: float
-    grad_norm: float
-    batches: list[QuarantinedBatch]
+        num_nonfinite, largest, loss, divisor = values
+        return cls(facts.batch, facts.sample_ids, round(num_nonfinite), largest, loss / divisor if divisor else loss)
 
 
 def collect_facts(batch: int, sample_ids: list[int], hidden_states: Tensor, sums: StepSums) -> BatchFacts:
@@ -73,13 +57,13 @@ def _inspect(hidden_states: Tensor) -> Tensor:
     return torch.stack([(~finite).sum().float(), torch.where(finite, magnitude, 0.0).amax()])
 
 
-def quarantine(run_dir: Path, step: QuarantinedStep) -> None:
-    """Write the record of a step; a disk error is logged and ends nothing."""
-    folder = run_dir / QUARANTINE
-    path = folder / f"step-{step.step:08}-rank{step.rank}.json"
+def quarantine(run_dir: Path, *, step: int, rank: int, loss: float, grad_norm: float, batches: list[QuarantinedBatch]) -> None:
+    """Write the record of a step, of all ranks but for the batches; a disk error is logged and the run goes on."""
+    path = run_dir / QUARANTINE / f"step-{step:08}-rank{rank}.json"
+    record = {"step": step, "rank": rank, "loss": loss, "grad_norm": grad_norm, "batches": batches}
     try:
-        folder.mkdir(exist_ok=True)
-        write_json(path, step)
-        log.warning("step %d was not finite and left the weights alone: %s", step.step, path)
+        path.parent.mkdir(exist_ok=True)
+        write_json(path, record)
+        log.warning("step %d was not finite and was skipped: %s", step, path)
     except OSError as error:
-        log.error("step %d was not finite; %s: not written: %s", step.step, path, error.strerror)
+        log.error("step %d was not finite; %s: not written: %s", step, path, error.strerror)

@@ -1,4 +1,4 @@
-"""Resuming, saving and exporting a run: everything a rank reads from or writes to the run directory's drafter."""
+"""Resume, save and export a run: everything that a rank reads from the run directory or writes there as the drafter."""
 
 import logging
 from pathlib import Path
@@ -13,7 +13,6 @@ from services.drafter.folder import checkpoint as checkpoints
 from services.drafter.folder.checkpoint import Checkpoint
 from services.drafter.folder.drafter_folder import read_fitting_drafter
 from services.drafter.folder.export import export
-from services.drafter.model.model import DraftModel
 from services.drafter.training.optimizer import MasterAdamW
 from services.drafter.training.run_state import RunState
 
@@ -31,8 +30,8 @@ class Checkpointer:
         self._identity = checkpoints.draft_identity(config)
         self._writes = rank == 0
 
-    def resume(self, model: DraftModel, optimizer: MasterAdamW) -> tuple[int, Evaluation | None]:
-        """Load the newest whole checkpoint, or else the drafter that `draft.init` names.
+    def resume(self, optimizer: MasterAdamW) -> tuple[int, Evaluation | None]:
+        """Load the newest complete checkpoint, or else the drafter that `draft.init` names.
 
         Every rank decides for itself and finds the same. Damaged checkpoints are named in the log and set aside.
 
@@ -40,15 +39,15 @@ class Checkpointer:
             The next batch of the sequence, and the evaluation of the loaded weights.
 
         Raises:
-            CheckpointError: all checkpoints are damaged, or the newest whole one is of another plan or draft model; or
+            CheckpointError: all checkpoints are damaged, or the newest intact one is of another plan or draft model; or
                 the drafter to begin from is unreadable, does not fit, or is not the one that the run was started with.
         """
         damaged: dict[Path, DamagedCheckpointError] = {}
         for folder in reversed(checkpoints.find_all(self._run_dir)):
             try:
-                found = self._load(folder, model, optimizer)
+                found = self._load(folder, optimizer)
             except DamagedCheckpointError as error:
-                log.error("%s; an older checkpoint is looked for", error)
+                log.error("%s; trying an older checkpoint", error)
                 damaged[folder] = error
                 continue
             for other in damaged if self._writes else ():
@@ -56,22 +55,22 @@ class Checkpointer:
             return found
         if damaged:
             newest = next(iter(damaged.values()))
-            raise CheckpointError(f"needed a checkpoint that is whole, found none of {len(damaged)}: {newest}")
-        self._begin(model, optimizer)
+            raise CheckpointError(f"needed an intact checkpoint, found none among {len(damaged)}: {newest}")
+        self._begin(optimizer)
         return 0, None
 
-    def _load(self, folder: Path, model: DraftModel, optimizer: MasterAdamW) -> tuple[int, Evaluation | None]:
+    def _load(self, folder: Path, optimizer: MasterAdamW) -> tuple[int, Evaluation | None]:
         checkpoint, weights, state = checkpoints.load(folder, self._identity, self._plan_hash)
         self._check_cursor(folder, checkpoint)
         try:
-            optimizer.load_state_dict({**state, "master": optimizer.flatten(model, weights)})
+            optimizer.load(weights, state)
         except ValueError as error:
             raise DamagedCheckpointError(f"{folder}: {error}") from error
         log.info("resumed from %s at batch %d", folder, checkpoint.next_batch)
         return checkpoint.next_batch, checkpoint.evaluation
 
     def _check_cursor(self, folder: Path, checkpoint: Checkpoint) -> None:
-        """A record without a checksum may say anything; one of the end of the sequence must be of the last step."""
+        """Check the numbers of a record, which may have no checksum; the end of the sequence must be of the last step."""
         batch, step, group = checkpoint.next_batch, checkpoint.step, self._config.plan.batches_per_step
         if not 0 <= batch <= self._num_batches or batch % group:
             needed = f"a multiple of {group} from 0 to {self._num_batches}"
@@ -79,8 +78,8 @@ class Checkpointer:
         if not 0 <= step <= self._num_steps or (batch == self._num_batches and step != self._num_steps):
             raise DamagedCheckpointError(f"{folder}: step: needed at most {self._num_steps}, found {step} at batch {batch}")
 
-    def _begin(self, model: DraftModel, optimizer: MasterAdamW) -> None:
-        """Load the weights of `draft.init` as they are stored into the float32 masters; it has no optimizer state."""
+    def _begin(self, optimizer: MasterAdamW) -> None:
+        """Load the weights of `draft.init` into the float32 masters; it has no optimizer state."""
         draft = self._config.draft
         if not draft.init:
             return
@@ -88,11 +87,11 @@ class Checkpointer:
         if found != draft.init_fingerprint:
             needed = draft.init_fingerprint
             raise CheckpointError(f"draft.init: {draft.init}: needed the contents {needed[:12]}, found {found[:12]}")
-        optimizer.load_state_dict({**optimizer.state_dict(), "master": optimizer.flatten(model, drafter.weights())})
+        optimizer.load(drafter.weights(), optimizer.state_dict())
         log.info("begins from %s (%s layout)", draft.init, drafter.layout)
 
     def is_worth_keeping(self, evaluation: Evaluation) -> bool:
-        """Return True if the weights that were just evaluated belong on disk: they are there already, or are the best.
+        """Return True if the weights that were just evaluated are on disk already, or are the best.
 
         The initial weights are not worth a checkpoint: they can be made again.
         """
@@ -101,7 +100,7 @@ class Checkpointer:
         best = find_best(self._run_dir)
         return evaluation.step > 0 and (best is None or evaluation.acceptance > best.acceptance)
 
-    def save(self, model: DraftModel, optimizer: MasterAdamW, run: RunState, step: int, *, required: bool) -> None:
+    def save(self, optimizer: MasterAdamW, run: RunState, step: int, *, required: bool) -> None:
         """Write a checkpoint; a disk error ends the run only if the checkpoint is `required`."""
         if not self._writes:
             return
@@ -115,14 +114,14 @@ class Checkpointer:
             evaluation=run.evaluation_of(step),
         )
         try:
-            checkpoints.save(self._run_dir, checkpoint, optimizer.master_weights(model), state, self._config.checkpoint.keep)
+            checkpoints.save(self._run_dir, checkpoint, optimizer.master_weights(), state, self._config.checkpoint.keep)
         except CheckpointError as error:
             if required:
                 raise
             log.error("%s; the run goes on without this checkpoint", error)
 
-    def export(self, model: DraftModel, optimizer: MasterAdamW, run: RunState) -> None:
+    def export(self, optimizer: MasterAdamW, run: RunState) -> None:
         """Write `<run>/export`."""
         if self._writes:
-            weights, step = optimizer.master_weights(model), optimizer.num_steps
+            weights, step = optimizer.master_weights(), optimizer.num_steps
             export(self._run_dir / EXPORT, self._config, weights, step, run.evaluation_of(step))

@@ -20,35 +20,22 @@ UNKNOWN = -1
 
 
 class RunState:
-    """Progress of one rank; equal on all ranks that are at the same position.
-
-    Attributes:
-        position: the first batch of the sequence that is not in the weights; UNKNOWN until resumed or received.
-        step: the last optimizer step that this or another rank made since the run was resumed; UNKNOWN before.
-        num_skipped: steps that were not finite, in a row up to now.
-        evaluation: the last evaluation, for checkpoint and export.
-    """
+    """Progress of one rank; equal on all ranks that are at the same position."""
 
     def __init__(self, rounds: Tensor, summarise: Callable[[Tensor, int], Evaluation]) -> None:
-        """Begin without a position.
-
-        Args:
-            rounds: int64 [G + 1, B] on the device, for the counts of the last evaluation (see `Evaluator.close`).
-            summarise: makes an evaluation of such counts and the number of optimizer steps before it.
-        """
-        self.position = UNKNOWN
-        self.step = UNKNOWN
-        self.num_skipped = 0
-        self.evaluation: Evaluation | None = None
+        self.position = UNKNOWN  # the first batch of the sequence that is not in the weights; until resumed or received
+        self.step = UNKNOWN  # the last optimizer step that this or another rank made since the run was resumed
+        self.num_skipped = 0  # steps that were not finite, in a row up to now
+        self.evaluation: Evaluation | None = None  # the last one, for checkpoint and export
         self._evaluated_at = UNKNOWN  # the position right after the last evaluation
         self._evaluated_step = UNKNOWN
-        self._rounds = rounds
-        self._summarise = summarise
+        self._rounds = rounds  # int64 [G + 1, B] on the device: the counts of the last evaluation (see `Evaluator.close`)
+        self._summarise = summarise  # makes an evaluation of counts and the number of optimizer steps before it
         self._is_partial = False  # a transfer of weights from another rank was interrupted; the weights are unusable
 
     @property
     def is_just_evaluated(self) -> bool:
-        """True if the last evaluation measured the present weights."""
+        """Return True if the last evaluation measured the present weights."""
         return self.position == self._evaluated_at
 
     def evaluation_of(self, step: int) -> Evaluation | None:
@@ -63,7 +50,7 @@ class RunState:
         """
         if position == 0 and self._is_partial:
             raise RuntimeError("the rank that sent its state died meanwhile, and there is no checkpoint: start afresh")
-        self.position, self.step, self.evaluation, self.num_skipped = position, UNKNOWN, evaluation, 0
+        self.position, self.step, self.num_skipped, self.evaluation = position, UNKNOWN, 0, evaluation
         self._evaluated_at = self._evaluated_step = UNKNOWN
         self._is_partial = False
 
@@ -88,7 +75,6 @@ class RunState:
         return {"counters": torch.tensor(counters, device=self._rounds.device), "rounds": self._rounds}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take over another rank's state."""
         self._rounds.copy_(state["rounds"])
         counters = state["counters"].tolist()
         self.position, self.step, self.num_skipped, self._evaluated_step, self._evaluated_at = counters

@@ -1,9 +1,9 @@
 """Metrics of a training step, copied from the device one step late, so that no step waits for them.
 
-All ranks read the same reduced numbers of the same step, so every rank takes the same decision.
+All ranks read the same reduced numbers of a step, so every rank takes the same decision.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,20 +24,35 @@ class StepCost(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-    """One optimizer step as the host sees it."""
+    """One optimizer step on the host."""
 
     step: int  # optimizer steps done, this one included
     loss: float
     grad_norm: float
-    skipped: bool  # the loss or a gradient was not finite; the weights are as before
+    skipped: bool  # the loss or a gradient was not finite; the weights did not change
     stop_requested: bool  # by any rank
     num_labels: list[int]  # per slot 1 .. B - 1
     num_correct: list[int]
     num_accepted: int  # leading correct slots of all blocks
-    num_skipped: int  # steps of the run so far, this one included, that left the weights as they were
+    num_skipped: int  # skipped steps of the run so far, this one included
     laps_s: dict[str, float]  # this rank's time
     cost: StepCost
     batches: list[QuarantinedBatch]  # of this rank only
+
+    def row(self) -> dict[str, Any]:
+        """Return the values for the metrics file, without those of the run."""
+        num_blocks, step_s = self.num_labels[0], sum(self.laps_s.values())
+        return {
+            "step": self.step,
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "accuracy_per_slot": [c / n if n else 0.0 for c, n in zip(self.num_correct, self.num_labels, strict=True)],
+            "block_acceptance": 1.0 + self.num_accepted / num_blocks if num_blocks else 0.0,
+            "skipped": self.skipped,
+            **self.laps_s,
+            "tokens_per_s": self.cost.num_tokens / step_s,
+            "tflops": self.cost.flops / step_s * 1e-12,
+        }
 
 
 class MetricsReadback:

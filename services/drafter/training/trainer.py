@@ -10,7 +10,6 @@ from common.actor import faults
 from common.actor.board import Phase
 from common.actor.lifecycle import Actor, StoppedError
 from common.actor.messages import BatchInfo
-from common.config import Config
 from common.device.stopwatch import Stopwatch
 from common.errors import TrainingDivergedError
 from common.run_dir import PROFILE, QUARANTINE
@@ -24,7 +23,7 @@ from services.drafter.training.fetch import Fetched, Fetcher
 from services.drafter.training.group import Group, GroupBrokenError
 from services.drafter.training.optimizer import learning_rate
 from services.drafter.training.profiler import StepProfiler
-from services.drafter.training.quarantine import BatchFacts, QuarantinedStep, collect_facts, quarantine
+from services.drafter.training.quarantine import BatchFacts, collect_facts, quarantine
 from services.drafter.training.resume import Checkpointer
 from services.drafter.training.run_state import UNKNOWN, RunState
 from services.drafter.training.step_metrics import MetricsReadback, StepCost, StepMetrics
@@ -34,26 +33,28 @@ log = logging.getLogger(__name__)
 
 
 class Trainer:
-    """One rank of the data-parallel training; all ranks hold the same weights after every step."""
+    """One rank of the data-parallel training; all ranks hold equal weights after every step."""
 
     def __init__(
         self,
         actor: Actor,
-        config: Config,
         state: TrainingState,
         run: RunState,
         evaluator: Evaluator,
         checkpointer: Checkpointer,
         group: Group,
+        fetcher: Fetcher,
     ) -> None:
         self._actor = actor
-        self._config = config
-        self._model, (self._embedding, self._head), self._optimizer = state
+        self._config = config = actor.config
+        self._state = state
+        self._optimizer = state.optimizer
         self._run = run
         self._evaluator = evaluator
         self._checkpointer = checkpointer
         self._group = group
-        self._metrics = MetricsReadback(self._embedding.device, len(state.optimizer.gradients.sums.values), config.accumulation)
+        self._fetcher = fetcher
+        self._metrics = MetricsReadback(state.device, len(state.optimizer.gradients.sums.values), config.accumulation)
         self._profiler = StepProfiler(actor.run_dir / PROFILE / f"{actor.name}.json", config.train.profile_steps)
         self._waited_s = 0.0
         self._stop_requested = False  # by any rank, so all know it at the same step
@@ -68,8 +69,8 @@ class Trainer:
     #   GroupBrokenError:
     #   a rank died
     #
-    # RunState.position advances only when a step or evaluation is complete on this rank, so it tells which rank is ahead.
-    def run(self, fetcher: Fetcher) -> None:
+    # RunState.position advances only when a step or evaluation is complete on this rank, so it shows which rank is ahead.
+    def run(self) -> None:
         """Train to the end of the sequence; when a rank dies, wait for its successor and go on.
 
         Raises:
@@ -82,20 +83,20 @@ class Trainer:
                 self._share_state()
                 if self._stop_requested:
                     self._stop_between_steps()
-                fetcher.start(self._run.position)
+                self._fetcher.start(self._run.position)
                 self._actor.notices.phase(Phase.READY)
-                self._train(fetcher)
+                self._train()
                 break
             except GroupBrokenError as error:
                 log.warning("the group broke at batch %d: %s", self._run.position, error)
                 self._report(self._metrics.flush())
-                fetcher.stop()
+                self._fetcher.stop()
                 self._group.leave()
                 self._optimizer.gradients.abandon()
-        fetcher.stop()
+        self._fetcher.stop()
         self._profiler.close()
         self._save(self._optimizer.num_steps, required=True)
-        self._checkpointer.export(self._model, self._optimizer, self._run)
+        self._checkpointer.export(self._optimizer, self._run)
 
     def _share_state(self) -> None:
         """Bring all ranks to the highest position among them; read the disk only if no rank has a position."""
@@ -103,7 +104,7 @@ class Trainer:
         self._stop_requested = any(self._group.collect(self._stop_requested or self._actor.stopping))
         furthest = max(positions)
         if furthest == UNKNOWN:
-            self._run.resume(*self._checkpointer.resume(self._model, self._optimizer))
+            self._run.resume(*self._checkpointer.resume(self._optimizer))
         elif min(positions) < furthest:
             self._transfer(positions.index(furthest))
 
@@ -117,34 +118,34 @@ class Trainer:
         self._optimizer.load_state_dict(optimizer)
         self._run.load_state_dict(run)
         self._keep_if_best()
-        log.info("rank %d gave its state: batch %d -> %d", source, before, self._run.position)
+        log.info("rank %d sent its state: batch %d -> %d", source, before, self._run.position)
 
     def _stop_between_steps(self) -> None:
-        """Leave without another step: the supervisor calls a group that is stopping where no target can serve it."""
+        """Stop without another step: the supervisor re-forms a group that is stopping when no target can serve it."""
         if self._run.step != UNKNOWN:  # else the disk already holds the state
             self._save(self._run.step, required=True)
         raise StoppedError
 
-    def _train(self, fetcher: Fetcher) -> None:
-        while first := self._next(fetcher):
-            if first.info.kind == "train":
-                self._train_step(fetcher, first)
+    def _train(self) -> None:
+        while first := self._next():
+            is_step = first.info.kind == "train"
+            if is_step:
+                self._train_step(first)
             else:
-                self._evaluate(fetcher, first)
-            done = first.info.step + (first.info.kind == "train")
-            due = first.info.kind == "train" and done % self._config.checkpoint.every_steps == 0
-            if due or self._stop_requested:
+                self._evaluate(first)
+            done = first.info.step + is_step
+            if (is_step and done % self._config.checkpoint.every_steps == 0) or self._stop_requested:
                 self._save(done, required=self._stop_requested)
             if self._stop_requested:
                 raise StoppedError
 
-    def _train_step(self, fetcher: Fetcher, first: Fetched) -> None:
+    def _train_step(self, first: Fetched) -> None:
         step = first.info.step + 1
         self._profiler.before(step)
-        watch = Stopwatch(self._embedding.device)
+        watch = Stopwatch(self._state.device)
         done = [
             self._accumulate(fetched.batch, fetched.info, is_last=index == self._config.accumulation - 1)
-            for index, fetched in enumerate(self._share(fetcher, first))
+            for index, fetched in enumerate(self._share(first))
             if fetched.batch is not None
         ]
         watch.lap("forward_backward_s")
@@ -166,23 +167,23 @@ class Trainer:
     def _accumulate(self, batch: PackedBatch, info: BatchInfo, *, is_last: bool) -> tuple[BatchFacts, int, float]:
         """Run forward and backward of one batch; returns its facts, tokens and floating-point operations."""
         blocks, noisy = choose_blocks(batch, info.epoch, self._config), add_noise(batch, info.epoch, self._config)
-        sums = block_loss(self._model, self._embedding, self._head, noisy, blocks, self._config)
+        sums = block_loss(self._state.model, *self._state.frozen, noisy, blocks, self._config)
         self._optimizer.gradients.accumulate(sums, self._group.begin if is_last else None)
         num_tokens, flops = len(batch.input_ids), batch_flops(self._config, blocks, batch.cu_seqlens)
         self._actor.notices.add(num_batches=1, num_tokens=num_tokens)
         return collect_facts(info.batch, batch.sample_ids.tolist(), batch.hidden_states, sums), num_tokens, flops
 
-    def _evaluate(self, fetcher: Fetcher, first: Fetched) -> None:
-        """Run an evaluation of one or more groups of batches. It counts as a whole: a broken group repeats all of it."""
+    def _evaluate(self, first: Fetched) -> None:
+        """Run an evaluation of one or more groups of batches. A broken group repeats all of it."""
         self._evaluator.begin()
         num_batches = 0
         group: Fetched | None = first
         while group is not None:
-            for fetched in self._share(fetcher, group):
+            for fetched in self._share(group):
                 if fetched.batch is not None:
                     self._evaluator.add(fetched.batch)
             num_batches += self._config.plan.batches_per_step
-            group = None if group.info.closes else self._next(fetcher)
+            group = None if group.info.closes else self._next()
         rounds, self._stop_requested = self._evaluator.close(self._group.add_up, stopping=self._actor.stopping)
         self._run.position += num_batches
         evaluation = self._run.record_evaluation(rounds, first.info.step)
@@ -196,65 +197,49 @@ class Trainer:
         if evaluation is not None and self._run.is_just_evaluated and self._checkpointer.is_worth_keeping(evaluation):
             self._save(evaluation.step, required=False)
 
-    def _share(self, fetcher: Fetcher, first: Fetched) -> Iterator[Fetched]:
+    def _share(self, first: Fetched) -> Iterator[Fetched]:
         """Yield this rank's batches of a group; each is recycled when the caller takes the next."""
         yield first
-        fetcher.recycle(first)
+        self._fetcher.recycle(first)
         for _ in range(self._config.accumulation - 1):
-            fetched = self._next(fetcher)
+            fetched = self._next()
             assert fetched is not None, "a group is never cut by the end of the sequence"
             yield fetched
-            fetcher.recycle(fetched)
+            self._fetcher.recycle(fetched)
 
-    def _next(self, fetcher: Fetcher) -> Fetched | None:
+    def _next(self) -> Fetched | None:
         began = time.monotonic()
-        fetched = fetcher.next(self._group.check)
+        fetched = self._fetcher.next(self._group.check)
         self._waited_s += time.monotonic() - began
         self._actor.notices.progress()
         return fetched
 
     def _save(self, step: int, *, required: bool) -> None:
         self._report(self._metrics.flush())
-        self._checkpointer.save(self._model, self._optimizer, self._run, step, required=required)
+        self._checkpointer.save(self._optimizer, self._run, step, required=required)
 
     def _report(self, metrics: StepMetrics | None) -> None:
         """Write the metrics of a step and act on them; all ranks read the same numbers."""
         if metrics is None:
             return
         train, num_steps = self._config.train, self._optimizer.num_steps
-        num_blocks, step_s = metrics.num_labels[0], sum(metrics.laps_s.values())
         self._stop_requested |= metrics.stop_requested
         self._actor.notices.show_step(metrics.step, num_steps, metrics.loss, metrics.num_skipped)
-        self._actor.metrics.write(
-            step=metrics.step,
-            loss=metrics.loss,
-            grad_norm=metrics.grad_norm,
-            learning_rate=learning_rate(metrics.step - 1, num_steps, train.learning_rate, train.warmup_ratio),
-            accuracy_per_slot=[c / n if n else 0.0 for c, n in zip(metrics.num_correct, metrics.num_labels, strict=True)],
-            block_acceptance=1.0 + metrics.num_accepted / num_blocks if num_blocks else 0.0,
-            skipped=metrics.skipped,
-            **metrics.laps_s,
-            tokens_per_s=metrics.cost.num_tokens / step_s,
-            tflops=metrics.cost.flops / step_s * 1e-12,
-            waiting_s=self._waited_s,
-            time_s=time.time(),
-        )
+        rate = learning_rate(metrics.step - 1, num_steps, train.learning_rate, train.warmup_ratio)
+        self._actor.metrics.write(**metrics.row(), learning_rate=rate, waiting_s=self._waited_s, time_s=time.time())
         self._waited_s = 0.0
         self._run.record_step(skipped=metrics.skipped)
         if metrics.skipped:
-            self._quarantine(metrics)
+            quarantine(
+                self._actor.run_dir,
+                step=metrics.step,
+                rank=self._actor.index,
+                loss=metrics.loss,
+                grad_norm=metrics.grad_norm,
+                batches=metrics.batches,
+            )
         if self._run.num_skipped > train.max_nonfinite_steps:
             raise TrainingDivergedError(
                 f"step {metrics.step}: {self._run.num_skipped} steps in a row had a loss or gradient that is not finite "
                 f"(train.max_nonfinite_steps = {train.max_nonfinite_steps}); see {self._actor.run_dir / QUARANTINE}"
             )
-
-    def _quarantine(self, metrics: StepMetrics) -> None:
-        step = QuarantinedStep(
-            step=metrics.step,
-            rank=self._actor.index,
-            loss=metrics.loss,
-            grad_norm=metrics.grad_norm,
-            batches=metrics.batches,
-        )
-        quarantine(self._actor.run_dir, step)

@@ -1,4 +1,4 @@
-"""Model and optimizer, and steps of made-up batches that do not change them: to time, to compile, to fill the memory.
+"""Model and optimizer, and rehearsals: steps of made-up batches that do not change them, to time, compile and fill memory.
 
 Shapes: D documents, T = D * length rows, K taps, H hidden.
 """
@@ -22,12 +22,11 @@ class TrainingState(NamedTuple):
     """Model, frozen weights and optimizer: everything a training step reads or changes."""
 
     model: DraftModel
-    frozen: tuple[torch.Tensor, Head]  # the target's embedding, and its head as the loss uses it
+    frozen: tuple[torch.Tensor, Head]  # the target's embedding, and its head in the form that the loss uses
     optimizer: MasterAdamW
 
     @property
     def device(self) -> torch.device:
-        """The device that holds all of it."""
         return self.frozen[0].device
 
     def rehearse_batch(self, batch: PackedBatch, config: Config, epoch: int = 0) -> None:
@@ -44,12 +43,13 @@ class TrainingState(NamedTuple):
 def make_up_batch(num_documents: int, length: int, config: Config, device: torch.device) -> PackedBatch:
     """Make documents of one length, all supervised, with random tokens and hidden states [T, K, H].
 
-    Values are random like those of a run: a GPU computes faster with constant values, so a measurement would promise too much.
+    Values are random like those of a run: a GPU computes faster with constant values, so a measurement would promise too
+    much. The generators are private, so that a rehearsal does not change the random numbers of a run.
     """
     num_tokens, shape = num_documents * length, (len(config.draft.tap_layers), config.shape.hidden_size)
-    dtype: torch.dtype = getattr(torch, config.ring.dtype)
+    hidden_states = torch.empty((num_tokens, *shape), dtype=getattr(torch, config.ring.dtype), device=device)
     return PackedBatch(
-        hidden_states=torch.empty((num_tokens, *shape), dtype=dtype, device=device).normal_(generator=_generator(device)),
+        hidden_states=hidden_states.normal_(generator=torch.Generator(device).manual_seed(0)),
         position_ids=torch.arange(length, device=device).repeat(num_documents),
         input_ids=np.random.default_rng(0).integers(0, config.shape.vocab_size, num_tokens),
         loss_mask=np.ones(num_tokens, dtype=np.bool_),
@@ -65,8 +65,3 @@ def full_shape(config: Config) -> tuple[int, int]:
     lengths = [plan.bucket_lengths[bucket] for bucket in outwards]
     shapes = [(min(plan.max_tokens_per_batch // length, plan.max_samples_per_batch), length) for length in lengths]
     return max(shapes, key=math.prod)
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    """Make a private generator: a rehearsal must not change the random numbers of a run."""
-    return torch.Generator(device).manual_seed(0)

@@ -24,10 +24,8 @@ log = logging.getLogger(__name__)
 def warm_up(state: TrainingState, config: Config, check: Callable[[], None]) -> None:
     """Run complete training steps without changing weights or optimizer state.
 
-    Args:
-        state: of this rank; everything else that the device has to hold is allocated.
-        config: with a number of anchors.
-        check: called before every step; ends the warm-up by raising.
+    Everything else that the device has to hold must be allocated already. `check` is called before every step, and ends
+    the warm-up by raising.
 
     Raises:
         ConfigError: a full batch does not fit into the device's memory; the message says what would.
@@ -49,7 +47,7 @@ def halved_shapes(config: Config) -> list[tuple[int, int]]:
 
 
 def _fits(state: TrainingState, config: Config, check: Callable[[], None]) -> bool:
-    """Run every size once, fullest first; return False where the memory does not suffice."""
+    """Run every size once, fullest first; return False if the memory does not suffice."""
     try:
         for shape in halved_shapes(config):
             check()
@@ -72,17 +70,17 @@ def _refusal(state: TrainingState, config: Config, check: Callable[[], None]) ->
 
 
 def _fitting_anchors(state: TrainingState, config: Config, check: Callable[[], None]) -> int:
-    """Return the largest number of anchors whose whole warm-up passes, or 0 where none does.
+    """Return the largest number of anchors whose complete warm-up fits, or 0 if none does.
 
-    The first candidate is extrapolated from what small budgets take. Each candidate starts from an empty cache, as it will
-    in a process of its own.
+    The first candidate is extrapolated from the memory of small budgets. Each candidate starts from an empty cache, as it
+    will in a process of its own.
     """
     step = anchors_of_tiles(config.draft.block_size)
     _make_room(state)
     try:
         anchors = min(measure_cost(state, config).max_anchors, config.num_anchors - 1) // step * step
         _make_room(state)
-        while anchors and not _fits(state, with_anchors(config, anchors), check):
+        while anchors and not _fits(state, with_anchors(config, anchors_per_batch=anchors), check):
             _make_room(state)
             anchors = int(anchors * 0.95) // step * step
     except torch.OutOfMemoryError:
@@ -93,7 +91,7 @@ def _fitting_anchors(state: TrainingState, config: Config, check: Callable[[], N
 
 
 def _make_room(state: TrainingState) -> None:
-    """Free what a failed try left behind."""
+    """Free the memory of a failed try."""
     state.optimizer.gradients.abandon()
     gc.collect()
     torch.cuda.empty_cache()

@@ -26,8 +26,8 @@ def test_a_killed_target_exchange_and_drafter_change_nothing(reference: Launched
     assert run.end() == 0, run.log_tails()
     assert [run.num_lives(name) for name in ("exchange", "drafter-0", "drafter-1", "target-1")] == [2, 1, 2, 1]
     assert run.steps(rank=0) == reference.steps(rank=0)  # the survivor rolled nothing back: every step once
-    assert "rank 0 gave its state" in run.log("drafter-1")
-    apart, together = run.logged_s("drafter-0", "waiting for 2 ranks")[1], run.logged_s("drafter-0", "gave its state")[0]
+    assert "rank 0 sent its state" in run.log("drafter-1")
+    apart, together = run.logged_s("drafter-0", "waiting for 2 ranks")[1], run.logged_s("drafter-0", "sent its state")[0]
     assert not [
         time_s for time_s in run.reported_s() if apart + 0.01 < time_s < together
     ]  # a step that is done is told at once

@@ -85,8 +85,11 @@ def test_a_damaged_set_is_made_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.synthetic.min_length=1", r"data\.synthetic\.min_length: needed 2 to data\.synthetic\.max_length 64, found 1"),
-        ("data.synthetic.min_length=65", r"data\.synthetic\.min_length: needed 2 to data\.synthetic\.max_length 64, found 65"),
+        ("data.synthetic.min_length=1", r"data\.synthetic\.min_length: needed at least 2, found 1"),
+        (
+            "data.synthetic.min_length=65",
+            r"data\.synthetic\.min_length: needed at most data\.synthetic\.max_length 64, found 65",
+        ),
         ("data.synthetic.num_samples=0", r"data\.synthetic\.num_samples: needed at least 1, found 0"),
         ("data.synthetic.num_eval_samples=0", r"data\.synthetic\.num_eval_samples: needed at least 1, found 0"),
     ],

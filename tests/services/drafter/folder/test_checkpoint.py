@@ -75,7 +75,7 @@ def save_step(run_dir: Path, step: int, keep: int = 9, size: int = 4) -> Path:
 
 @contextmanager
 def saver(run_dir: Path, stop_at: int) -> Iterator[subprocess.Popen[str]]:
-    """A real process that saves checkpoint after checkpoint, and stops inside one of them; killed on exit."""
+    """Run a process that saves checkpoint after checkpoint, and stops inside one of them; killed on exit."""
     record = msgspec.json.encode(checkpoint(0)).decode()
     command = [sys.executable, "-c", SAVER, str(run_dir), record, str(stop_at)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
@@ -134,7 +134,7 @@ def test_the_best_stays_whatever_its_age(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000007"]
 
 
-def test_a_record_of_before_acceptance_and_checksums_were_kept_in_it_is_read(tmp_path: Path) -> None:
+def test_a_record_without_acceptance_and_checksums_is_read(tmp_path: Path) -> None:
     folder = save_step(tmp_path, 5)
     content = json.loads((folder / "checkpoint.json").read_text()) | {"metrics": {"acceptance": 1.5}}
     for key in ("evaluation", "files", "sha256"):
@@ -191,7 +191,7 @@ def test_kill_at_any_moment_leaves_whole_checkpoints(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step-{record.step + 100:08d}"]
 
 
-def test_a_full_disk_is_said_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_leaves_nothing(tmp_path: Path) -> None:
     save_step(tmp_path, 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
@@ -233,8 +233,8 @@ def test_one_flipped_bit_anywhere_is_noticed(tmp_path: Path, name: str) -> None:
     record = msgspec.structs.replace(checkpoint(1), evaluation=make_evaluation(1, 1.5))
     path = save(tmp_path, record, {"fc.weight": torch.ones(4)}, {"step": 1}, keep=1) / name
     content = path.read_bytes()
-    for place in range(0, len(content), 1 if name == "checkpoint.json" else 7):
-        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    for offset in range(0, len(content), 1 if name == "checkpoint.json" else 7):
+        path.write_bytes(content[:offset] + bytes([content[offset] ^ 1]) + content[offset + 1 :])
         with pytest.raises(DamagedCheckpointError, match=re.escape(f"{path}: ")):
             load(path.parent, DRAFT, "aa")
         assert name != "checkpoint.json" or find_best(tmp_path) is None
@@ -242,7 +242,7 @@ def test_one_flipped_bit_anywhere_is_noticed(tmp_path: Path, name: str) -> None:
     assert without_checksums(load(path.parent, DRAFT, "aa")[0]) == record
 
 
-def test_a_damaged_checkpoint_of_the_same_step_is_written_anew(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_of_the_step_is_replaced(tmp_path: Path) -> None:
     folder = save_step(tmp_path, 5)
     (folder / "checkpoint.json").write_bytes(b"{")
     assert save_step(tmp_path, 5) == folder

@@ -1,4 +1,4 @@
-"""Drafters as others write them: every layout gives the same draft model, and what does not fit is named."""
+"""Drafters in the layouts of other projects: each gives an equal draft model, and misfits are named."""
 
 import json
 from pathlib import Path
@@ -122,7 +122,7 @@ def test_every_layout_is_the_same_draft_model(tmp_path: Path, weights: dict[str,
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_run_begins_with_the_very_weights_of_every_layout(
+def test_a_run_begins_with_exactly_the_weights_of_every_layout(
     tmp_path: Path, weights: dict[str, Tensor], name: str, dtype: torch.dtype
 ) -> None:
     stored = {key: weight.to(dtype) * (1.0 if dtype is torch.bfloat16 else 1.001) for key, weight in weights.items()}
@@ -131,20 +131,20 @@ def test_a_run_begins_with_the_very_weights_of_every_layout(
     model = DraftModel(config)
     optimizer = MasterAdamW(model, config.train, num_steps=10, block_size=BLOCK_SIZE)
     checkpointer = Checkpointer(tmp_path / "run", config, Welcome(b"p" * 16, num_batches=10, num_steps=10), rank=1)
-    assert checkpointer.resume(model, optimizer) == (0, None)
-    masters = optimizer.master_weights(model)
+    assert checkpointer.resume(optimizer) == (0, None)
+    masters = optimizer.master_weights()
     assert {key for key, weight in stored.items() if torch.equal(masters[key], weight.float())} == masters.keys()
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_weights_that_are_no_numbers_are_refused(tmp_path: Path, weights: dict[str, Tensor], bad: float) -> None:
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path, weights: dict[str, Tensor], bad: float) -> None:
     weights["fc.weight"][0, :2] = bad
     folder = write(tmp_path / "drafter", TORCHSPEC, weights)
     with pytest.raises(CheckpointError, match=r"tensor context_proj\.weight: needed finite numbers, found 2 others"):
         load_drafter(folder, make_config())
 
 
-def test_all_that_does_not_fit_is_named_at_once(tmp_path: Path, weights: dict[str, Tensor]) -> None:
+def test_every_misfit_is_named_at_once(tmp_path: Path, weights: dict[str, Tensor]) -> None:
     content = ZLAB | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}, "rope_theta": 1e6, "vocab_size": 128}
     del weights["hidden_norm.weight"]
     folder = write(tmp_path / "drafter", content, weights | {"layers.0.self_attn.q_norm.weight": torch.ones(16)})
@@ -161,10 +161,10 @@ def test_weights_in_several_files(tmp_path: Path, weights: dict[str, Tensor]) ->
     folder = write(tmp_path / "drafter", ZLAB, weights)
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    places = {name: f"model-{index % 2}.safetensors" for index, name in enumerate(tensors)}
-    for file in set(places.values()):
-        save_file({name: tensors[name] for name in tensors if places[name] == file}, folder / file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    files = {name: f"model-{index % 2}.safetensors" for index, name in enumerate(tensors)}
+    for file in set(files.values()):
+        save_file({name: tensors[name] for name in tensors if files[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     assert torch.equal(load_drafter(folder, make_config()).fc.weight, weights["fc.weight"].float())
 
 
@@ -182,7 +182,9 @@ def test_weights_in_several_files(tmp_path: Path, weights: dict[str, Tensor]) ->
         (make_config(head_dim=16), "tensor layers.1.self_attn.k_norm.weight: needed [16], found [8]"),
     ],
 )
-def test_what_does_not_fit_the_run_is_named(tmp_path: Path, weights: dict[str, Tensor], config: Config, line: str) -> None:
+def test_a_setting_that_does_not_fit_the_run_is_named(
+    tmp_path: Path, weights: dict[str, Tensor], config: Config, line: str
+) -> None:
     folder = write(tmp_path / "drafter", ZLAB, weights)
     assert line in read_drafter(folder).misfits(config)
     with pytest.raises(CheckpointError, match="does not fit"):
@@ -204,7 +206,7 @@ def test_what_does_not_fit_the_run_is_named(tmp_path: Path, weights: dict[str, T
         (SPECULATORS | {"draft_vocab_size": 16}, "draft_vocab_size: needed 32, found 16"),
     ],
 )
-def test_what_this_draft_model_does_not_compute_is_named(
+def test_a_setting_that_this_draft_model_does_not_compute_is_named(
     tmp_path: Path, weights: dict[str, Tensor], content: Content, line: str
 ) -> None:
     assert line in read_drafter(write(tmp_path / "drafter", content, weights)).misfits(make_config())
@@ -219,7 +221,7 @@ def test_missing_and_superfluous_tensors_are_named(tmp_path: Path, weights: dict
     ]
 
 
-def test_a_drafter_can_be_run_as_it_says_although_it_does_not_fit(tmp_path: Path, weights: dict[str, Tensor]) -> None:
+def test_a_drafter_that_does_not_fit_can_be_built_by_its_own_settings(tmp_path: Path, weights: dict[str, Tensor]) -> None:
     folder = write(tmp_path / "drafter", ZLAB | {"rope_theta": 1e6, "sliding_window": 3}, weights)
     drafter = read_drafter(folder)
     config = drafter.on(make_config())

@@ -1,4 +1,4 @@
-"""Acceptance test 8: the export has the names and shapes that engines load, and reloads to the same model."""
+"""The export has the names and shapes that engines load, and reloads to the same model."""
 
 import json
 import resource
@@ -108,9 +108,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 @pytest.mark.parametrize(("kind", "non_causal"), [(FULL, True), (SLIDING, False)])
-def test_the_speculators_layout_says_for_all_layers_whether_blocks_are_causal(
-    tmp_path: Path, kind: str, non_causal: bool
-) -> None:
+def test_the_speculators_layout_states_once_whether_blocks_are_causal(tmp_path: Path, kind: str, non_causal: bool) -> None:
     config, _ = make_target(tmp_path, "qwen3", f"draft.layer_types=['{kind}', '{kind}']")
     export(tmp_path / "out", config, DraftModel(config).state_dict(), step=1, evaluation=None, layout="speculators")
     assert json.loads((tmp_path / "out/config.json").read_text())["sliding_window_non_causal"] is non_causal
@@ -135,7 +133,7 @@ def test_the_speculators_layout_refuses_a_mix_of_layers(tmp_path: Path, tiny: tu
         ("models--Qwen--Qwen3-8B/snapshots/0f3ab1", None, "Qwen/Qwen3-8B"),
     ],
 )
-def test_the_target_is_named_as_others_know_it(tmp_path: Path, folder: str, stated: str | None, name: str) -> None:
+def test_the_target_has_its_public_name(tmp_path: Path, folder: str, stated: str | None, name: str) -> None:
     config, _ = make_target(tmp_path, "qwen3", f"draft.layer_types=['{FULL}', '{FULL}']")
     target = tmp_path / folder
     target.mkdir(parents=True)
@@ -149,7 +147,7 @@ def test_the_target_is_named_as_others_know_it(tmp_path: Path, folder: str, stat
     assert f"# DFlash drafter for {name}\n" in (tmp_path / "out/README.md").read_text()
 
 
-def test_card_says_what_was_measured(tmp_path: Path, tiny: tuple[Config, Any]) -> None:
+def test_the_card_states_the_measured_acceptance(tmp_path: Path, tiny: tuple[Config, Any]) -> None:
     config, _ = tiny
     for measured, words in ((make_evaluation(120, 2.345678), "2.346 tokens per"), (None, "not measured")):
         export(tmp_path / "out", config, DraftModel(config).state_dict(), step=120, evaluation=measured)
@@ -228,7 +226,7 @@ def test_export_of_another_draft_is_refused(tmp_path: Path, tiny: tuple[Config, 
         load_drafter(tmp_path / "out", config)
 
 
-def test_a_folder_that_is_no_export_is_left_alone(tmp_path: Path, tiny: tuple[Config, Any]) -> None:
+def test_a_folder_that_is_not_an_export_is_refused(tmp_path: Path, tiny: tuple[Config, Any]) -> None:
     config, _ = tiny
     (tmp_path / "out").mkdir()
     (tmp_path / "out/thesis.txt").write_text("years of work")

@@ -1,4 +1,4 @@
-"""The head in FP8 against the exact one: what rounding changes, and what it must not."""
+"""The head in FP8 against the exact one: effects of rounding, and their limits."""
 
 from typing import Literal
 

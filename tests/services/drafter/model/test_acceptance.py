@@ -1,4 +1,4 @@
-"""The count_rounds on cases counted by hand, and the control with foreign features."""
+"""Rounds against cases counted by hand, and the control with features of another document."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from services.drafter.model.model import DraftModel
 from tests.builders.batches import MASK_TOKEN, frozen_weights, make_batch, make_config
 
 
-def walked(accepted: list[int], loss_mask: list[int], cu_seqlens: list[int]) -> tuple[int, int]:
+def count(accepted: list[int], loss_mask: list[int], cu_seqlens: list[int]) -> tuple[int, int]:
     rounds = count_rounds(np.array(accepted), np.array(loss_mask, dtype=np.bool_), np.array(cu_seqlens), block_size=10)
     total = summarise(rounds.sum(0))
     return total.num_rounds, total.num_tokens
@@ -38,10 +38,10 @@ def walked(accepted: list[int], loss_mask: list[int], cu_seqlens: list[int]) -> 
 def test_rounds_counted_by_hand(
     accepted: list[int], loss_mask: list[int], cu_seqlens: list[int], expected: tuple[int, int]
 ) -> None:
-    assert walked(accepted, loss_mask, cu_seqlens) == expected
+    assert count(accepted, loss_mask, cu_seqlens) == expected
 
 
-def test_rounds_are_told_apart_by_document_and_length() -> None:
+def test_rounds_are_counted_by_document_and_length() -> None:
     accepted, cu_seqlens = np.array([9, 2, 9, 9, 0, 0, 9, 1, 9]), np.array([0, 6, 9])
     rounds = count_rounds(accepted, np.array([0, 1, 1, 1, 1, 1, 0, 1, 1], dtype=np.bool_), cu_seqlens, block_size=4)
     assert rounds.tolist() == [[1, 0, 1, 0], [1, 0, 0, 0]]  # 1 -> 4 -> 5; the last draft of a span is its last token

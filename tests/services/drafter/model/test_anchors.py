@@ -1,4 +1,4 @@
-"""Which blocks are drawn, and their labels."""
+"""Blocks: the draw, quotas, candidates and labels."""
 
 from dataclasses import replace
 from typing import Any

@@ -29,15 +29,15 @@ def expected(block_size: int, window: int) -> list[list[bool]]:
     return rows
 
 
-def dense_mask(places: BlockAnchors, block_size: int, window: int, num_context: int) -> Tensor:
-    num_rows = len(places.anchors) * block_size
-    return DenseAttention(key_runs(places, block_size, window, np.arange(num_rows)), num_context, num_rows, CPU).mask
+def dense_mask(blocks: BlockAnchors, block_size: int, window: int, num_context: int) -> Tensor:
+    num_rows = len(blocks.anchors) * block_size
+    return DenseAttention(key_runs(blocks, block_size, window, np.arange(num_rows)), num_context, num_rows, CPU).mask
 
 
 @pytest.mark.parametrize("window", [0, 1, 2, 4, 100])
 def test_visibility_equals_the_definition(window: int) -> None:
-    places = BlockAnchors(np.array(ANCHORS), np.array([0, 0, 7, 0]), np.array(VALID))
-    mask = dense_mask(places, 3, window, len(CONTEXT_DOCUMENTS))
+    blocks = BlockAnchors(np.array(ANCHORS), np.array([0, 0, 7, 0]), np.array(VALID))
+    mask = dense_mask(blocks, 3, window, len(CONTEXT_DOCUMENTS))
     assert mask.tolist() == expected(3, window)
     assert mask.any(dim=1).all()  # a row that sees nothing would be NaN
 

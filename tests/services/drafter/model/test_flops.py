@@ -1,20 +1,16 @@
-"""What a step costs: counted operations, laps, traces."""
+"""Counted operations of a step."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from common.device.stopwatch import Stopwatch
 from services.drafter.model.anchors import choose_blocks
 from services.drafter.model.flops import batch_flops
 from services.drafter.model.model import DraftModel
 from services.drafter.model.step import block_loss
-from services.drafter.training.profiler import StepProfiler
 from tests.builders.batches import frozen_weights, make_batch, make_config
 
 
@@ -34,28 +30,3 @@ def test_counted_operations_are_those_of_the_products() -> None:
     assert counted == pytest.approx(products, rel=0.1)
     assert counted < products
     assert batch_flops(config, blocks, batch.cu_seqlens) > batch_flops(config, unseen, batch.cu_seqlens)
-
-
-def test_laps_follow_each_other() -> None:
-    watch = Stopwatch(torch.device("cpu"))
-    for name in ("first", "second"):
-        watch.lap(name)
-    laps = watch.laps_s()
-    assert list(laps) == ["first", "second"]
-    assert all(seconds >= 0 for seconds in laps.values())
-
-
-@pytest.mark.parametrize(("window", "num_products"), [([2, 3], 2), ([4, 9], 1), ([], None)])
-def test_a_window_of_steps_is_traced(tmp_path: Path, window: list[int], num_products: int | None) -> None:
-    path = tmp_path / "profile" / "drafter-0.json"
-    profiler = StepProfiler(path, window)
-    for step in range(1, 5):
-        profiler.before(step)
-        torch.ones(4, 4) @ torch.ones(4, 4)
-        profiler.after(step)
-    profiler.close()
-    if num_products is None:
-        assert not path.exists()
-    else:
-        events = json.loads(path.read_text())["traceEvents"]
-        assert sum(event.get("name") == "aten::matmul" for event in events) == num_products

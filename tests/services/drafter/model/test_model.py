@@ -1,4 +1,4 @@
-"""The draft model: names, initial bits, what its blocks depend on."""
+"""The draft model: names, initial bits, and the inputs that its blocks depend on."""
 
 from dataclasses import replace
 from typing import Any
@@ -31,7 +31,7 @@ def hidden_of(model: DraftModel, batch: PackedBatch, blocks: Blocks) -> Tensor:
 
 
 def wide_model(layer_types: list[Any]) -> DraftModel:
-    """Larger weights than the initial ones, so that every dependence is far above rounding."""
+    """Larger weights than the initial ones, so that every dependence is far larger than rounding."""
     model = DraftModel(make_config(layer_types, anchors_per_batch=32))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -110,7 +110,7 @@ def test_packed_documents_equal_each_document_alone(kind: str) -> None:
         torch.testing.assert_close(packed[of_document], own, rtol=0, atol=1e-5)
 
 
-def test_documents_are_told_apart() -> None:
+def test_a_block_depends_on_its_own_document() -> None:
     model, batch = wide_model(LAYERS["full"]), make_batch([9, 12])
     blocks = next(all_blocks(batch, make_config(anchors_per_batch=32)))
     as_one = replace(blocks, documents=np.zeros_like(blocks.documents))

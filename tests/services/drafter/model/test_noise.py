@@ -29,7 +29,7 @@ def test_noise_depends_on_sample_and_epoch_only(kind: str) -> None:
     assert not torch.allclose(noise_of(alone, kind=kind), noise_of(alone, epoch=1, kind=kind), atol=1e-3)
 
 
-def test_noise_has_the_asked_size() -> None:
+def test_noise_has_the_configured_size() -> None:
     batch = make_batch([60])
     uniform, gaussian = noise_of(batch), noise_of(batch, kind="gaussian")
     assert 0.045 < uniform.abs().max() <= 0.0501

@@ -106,7 +106,7 @@ def test_the_same_seed_gives_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("loss", ["decay", "dpace"])
-def test_packed_documents_lose_what_each_loses_alone(loss: str) -> None:
+def test_the_loss_of_packed_documents_is_the_sum_of_their_losses(loss: str) -> None:
     config, batch, (embed, head) = make_config(loss=loss, anchors_per_batch=64), make_batch([9, 5, 14]), frozen_weights()
     model = DraftModel(config)
     parts = [batch, *(document_alone(batch, document) for document in range(3))]

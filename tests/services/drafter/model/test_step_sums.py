@@ -14,7 +14,7 @@ def test_the_names_are_views_that_cover_the_tensor_once() -> None:
     assert StepSums.size(1) == 4 and len(StepSums(torch.zeros(4)).labels) == 0
 
 
-def test_sums_of_a_batch_ask_nobody_to_stop() -> None:
+def test_sums_of_a_batch_stop_no_rank() -> None:
     loss, weight, accepted, correct, labels = (
         torch.tensor(7.0),
         torch.tensor(2.0),

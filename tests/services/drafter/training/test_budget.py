@@ -1,4 +1,4 @@
-"""The anchor budget: the balance, the measurement that leaves no trace, and the limits."""
+"""The anchor budget: the balance, the measurement that changes nothing, and the limits."""
 
 import msgspec
 import pytest
@@ -8,7 +8,7 @@ from common.actor.messages import BatchShape
 from common.config import Config
 from services.drafter.model.anchors import choose_blocks
 from services.drafter.model.model import DraftModel
-from services.drafter.training.budget import BatchCost, all_taken, balanced_anchors, mean_anchors, measure_cost, with_anchors
+from services.drafter.training.budget import BatchCost, balanced_anchors, mean_anchors, measure_cost, with_anchors
 from services.drafter.training.optimizer import MasterAdamW
 from services.drafter.training.training_state import TrainingState, full_shape, make_up_batch
 from tests.builders.batches import BLOCK_SIZE, frozen_weights, make_config
@@ -30,7 +30,7 @@ def test_drafters_take_as_many_batches_as_the_targets_make() -> None:
     assert balanced_anchors(costs[:1] * 3, 4.0, FULL, config) == 6496
 
 
-def test_what_batches_of_few_documents_cannot_have_goes_to_the_others() -> None:
+def test_anchors_that_small_batches_cannot_use_go_to_the_others() -> None:
     config, shapes = plan_of(16384, 8, anchors_per_document=512), [BatchShape(2, 8192, 30), BatchShape(8, 2048, 70)]
     assert mean_anchors(1024, shapes, config) == 1024
     assert mean_anchors(2048, [*shapes, BatchShape(1, 100, 0)], config) == pytest.approx(0.3 * 1024 + 0.7 * 2048)
@@ -48,15 +48,15 @@ def test_a_budget_has_limits(batches_per_s: float, max_anchors: int, max_samples
     assert balanced_anchors([cost], batches_per_s, FULL, plan_of(16384, max_samples)) == expected
 
 
-def test_what_is_timed_has_all_its_anchors() -> None:
-    config = all_taken(make_config(anchors_per_document=1), 64)
+def test_a_timed_batch_has_all_its_anchors() -> None:
+    config = with_anchors(make_config(anchors_per_document=1), anchors_per_batch=64, anchors_per_document=64)
     batch = make_up_batch(*full_shape(config), config, torch.device("cpu"))
     blocks = choose_blocks(batch, 0, config)
     assert blocks.valid.sum() == len(blocks.anchors) == 64
 
 
-def test_measuring_changes_no_bit() -> None:
-    config = with_anchors(make_config(), 16)
+def test_a_measurement_changes_no_bit() -> None:
+    config = make_config()
     model = DraftModel(config)
     optimizer = MasterAdamW(model, config.train, 10, BLOCK_SIZE)
     before = {name: tensor.clone() for name, tensor in [*optimizer.state_dict().items(), *model.state_dict().items()]}

@@ -1,4 +1,4 @@
-"""Acceptance told apart by evaluation set and category: the parts add up to the whole."""
+"""Acceptance by evaluation set and category: the parts add up to the total."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ SETS = {"code": ["python", "", "python"], "chat": ["", ""]}
 
 
 def alone(values: torch.Tensor) -> torch.Tensor:
-    """The sum over a group of one."""
+    """Return the sum over a group of one."""
     return values
 
 

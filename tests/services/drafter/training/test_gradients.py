@@ -1,4 +1,4 @@
-"""Gradients added up bucket by bucket: what is begun, when, and in which order."""
+"""Gradients added up bucket by bucket: the sums that begin, their time and order."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def sums_of(model: DraftModel, seed: int) -> StepSums:
 
 
 def reference(seeds: list[int]) -> list[Tensor]:
-    """The gradients of all batches as autograd adds them up."""
+    """Return the gradients of all batches as autograd adds them up."""
     model = DraftModel(CONFIG)
     for seed in seeds:
         torch.autograd.backward(sums_of(model, seed).loss)
@@ -30,7 +30,7 @@ def reference(seeds: list[int]) -> list[Tensor]:
 
 
 class Log:
-    """Takes the place of the group: every value doubles, as with two equal ranks."""
+    """Stands in for the group: every value doubles, as with two equal ranks."""
 
     def __init__(self, model: DraftModel) -> None:
         self.begun: list[Tensor] = []
@@ -76,8 +76,8 @@ def test_a_rank_with_fewer_batches_begins_the_same_sums_in_the_same_order(seeds:
         model = DraftModel(CONFIG)
         gradients, log = Gradients(list(model.parameters()), NUM_SUMS, 2000), Log(model)
         gradients.flat.fill_(7.0)  # what a step before left behind
-        for place, seed in enumerate(share):
-            gradients.accumulate(sums_of(model, seed), log.begin if place == 1 else None)
+        for index, seed in enumerate(share):
+            gradients.accumulate(sums_of(model, seed), log.begin if index == 1 else None)
         gradients.reduce(log.begin)
         starts.append([(bucket.storage_offset(), len(bucket)) for bucket in log.begun])
         if share == []:
@@ -85,7 +85,7 @@ def test_a_rank_with_fewer_batches_begins_the_same_sums_in_the_same_order(seeds:
     assert starts[0] == starts[1]
 
 
-def test_a_group_that_breaks_in_the_backward_pass_is_heard_and_the_next_step_is_whole() -> None:
+def test_a_group_that_breaks_in_the_backward_pass_raises_and_the_next_step_is_complete() -> None:
     model = DraftModel(CONFIG)
     gradients, log = Gradients(list(model.parameters()), NUM_SUMS, 2000), Log(model)
 

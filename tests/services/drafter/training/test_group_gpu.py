@@ -54,8 +54,8 @@ class Ranks:
         texts = path.read_text().splitlines() if path.exists() else []
         return [json.loads(text) for text in texts if text.startswith("{") and text.endswith("}")]
 
-    def sums(self, rank: int, life: int) -> list[dict[str, Any]]:
-        return [line for line in self.lines(rank) if line.get("life") == life]
+    def sums(self, rank: int, incarnation: int) -> list[dict[str, Any]]:
+        return [line for line in self.lines(rank) if line.get("incarnation") == incarnation]
 
     def wait_until(self, holds: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 120
@@ -94,26 +94,26 @@ def test_a_rank_that_dies_in_a_collective_is_replaced_and_the_survivor_goes_on(
     ranks.board.start_group(1)
     assert ranks.processes[1].wait(120) == -signal.SIGKILL, ranks.logs()
     died_s = time.monotonic()
-    assert all(line["whole"] for line in ranks.sums(0, life=1))
+    assert all(line["whole"] for line in ranks.sums(0, incarnation=1))
     ranks.board.wipe(FIRST_DRAFTER + 1)
     ranks.start(1)
     ranks.board.start_group(2)
-    ranks.wait_until(lambda: len(ranks.sums(0, life=2)) > 2 and len(ranks.sums(1, life=2)) > 2)
+    ranks.wait_until(lambda: len(ranks.sums(0, incarnation=2)) > 2 and len(ranks.sums(1, incarnation=2)) > 2)
     assert ranks.processes[0].poll() is None
     assert ranks.lines(0).count({"broken": True}) == 1
     for rank in (0, 1):
         assert all(line["whole"] for line in ranks.lines(rank) if "whole" in line)
     lines = [line for rank in (0, 1) for line in ranks.lines(rank)]
     differences = [line["gradient_difference"] for line in lines if "gradient_difference" in line]
-    pause_s = ranks.sums(0, life=2)[0]["time_s"] - died_s
+    pause_s = ranks.sums(0, incarnation=2)[0]["time_s"] - died_s
     print(f"{devices}: next sum {pause_s:.2f} s after the death; gradients differ by {differences}")
     assert len(differences) == 4
     assert max(differences) < (1e-2 if devices[0].startswith("cuda") else 1e-5)
 
 
 @pytest.mark.parametrize("devices", [pytest.param(["cuda:0", "cuda:1"], marks=TWO_GPUS)])
-def test_a_rank_that_dies_on_the_way_to_connecting_holds_nobody(ranks: Ranks, devices: list[str]) -> None:
-    """Rank 1 is said to have come, and never does: rank 0 is alone in nccl's first collective, which never ends."""
+def test_a_rank_that_dies_while_connecting_blocks_no_other(ranks: Ranks, devices: list[str]) -> None:
+    """Mark rank 1 as joined although it never connects: rank 0 is alone in nccl's first collective, which never ends."""
     ranks.start(0)
     ranks.board.start_group(1)
     Notices(ranks.board_fd, FIRST_DRAFTER + 1, os.getpid()).come_to_group(1)
@@ -122,5 +122,5 @@ def test_a_rank_that_dies_on_the_way_to_connecting_holds_nobody(ranks: Ranks, de
     ranks.board.wipe(FIRST_DRAFTER + 1)
     ranks.start(1)
     ranks.board.start_group(2)
-    ranks.wait_until(lambda: len(ranks.sums(0, life=2)) > 0 and len(ranks.sums(1, life=2)) > 0)
-    assert ranks.sums(0, life=2)[0]["whole"]
+    ranks.wait_until(lambda: len(ranks.sums(0, incarnation=2)) > 0 and len(ranks.sums(1, incarnation=2)) > 0)
+    assert ranks.sums(0, incarnation=2)[0]["whole"]

@@ -29,7 +29,7 @@ def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def sums_of(model: nn.Module, batch: int) -> StepSums:
-    """The sums of one made-up batch; drafts accepted: its number."""
+    """Return the sums of one made-up batch, with its number as the accepted drafts."""
     parameter = next(model.parameters())
     rows = torch.randn(5, 4, generator=torch.Generator().manual_seed(batch)).to(parameter)
     loss = model(rows).square().sum().float()
@@ -86,7 +86,7 @@ def test_bfloat16_models_learn_through_float32_masters() -> None:
 
 
 @pytest.mark.parametrize("where", ["gradient", "loss", "weight"])
-def test_a_step_that_is_not_finite_leaves_every_bit(where: str) -> None:
+def test_a_step_that_is_not_finite_changes_no_bit(where: str) -> None:
     model = make_model()
     optimizer = MasterAdamW(model, TRAIN, NUM_STEPS, block_size=1)
     train(model, optimizer, range(3))

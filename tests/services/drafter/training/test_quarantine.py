@@ -1,4 +1,4 @@
-"""What is kept of a step that was not finite."""
+"""Records of steps that were not finite."""
 
 import json
 import math
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from services.drafter.model.step_sums import StepSums
-from services.drafter.training.quarantine import QuarantinedBatch, QuarantinedStep, collect_facts, quarantine
+from services.drafter.training.quarantine import QuarantinedBatch, collect_facts, quarantine
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -22,7 +22,7 @@ def test_facts_of_a_batch(dtype: torch.dtype) -> None:
 
 def test_a_file_is_strict_json(tmp_path: Path) -> None:
     batch = QuarantinedBatch(batch=3, sample_ids=[5, 6], num_nonfinite=1, largest_finite=8.0, loss=math.nan)
-    quarantine(tmp_path, QuarantinedStep(step=12, rank=1, loss=math.nan, grad_norm=-math.inf, batches=[batch]))
+    quarantine(tmp_path, step=12, rank=1, loss=math.nan, grad_norm=-math.inf, batches=[batch])
     (path,) = (tmp_path / "quarantine").iterdir()
     assert path.name == "step-00000012-rank1.json"
     assert json.loads(path.read_text(), parse_constant=pytest.fail) == {
@@ -34,7 +34,7 @@ def test_a_file_is_strict_json(tmp_path: Path) -> None:
     }
 
 
-def test_a_disk_that_refuses_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_error_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "quarantine").write_text("in the way")
-    quarantine(tmp_path, QuarantinedStep(step=12, rank=1, loss=1.0, grad_norm=math.inf, batches=[]))
+    quarantine(tmp_path, step=12, rank=1, loss=1.0, grad_norm=math.inf, batches=[])
     assert "step-00000012-rank1.json: not written: " in caplog.text

@@ -1,4 +1,4 @@
-"""What a rank takes over from disk and leaves there, also where the disk refuses."""
+"""Loading and saving by a rank, also with damaged files and disk errors."""
 
 import json
 import logging
@@ -27,13 +27,13 @@ from tests.builders.batches import make_config, make_evaluation
 WELCOME = Welcome(b"p" * 16, num_batches=240, num_steps=40)
 
 
-def make_model(config: Config, fill: float) -> tuple[DraftModel, MasterAdamW]:
-    """All weights the same, all moments zero."""
+def make_optimizer(config: Config, fill: float) -> MasterAdamW:
+    """Make an optimizer whose weights are all equal and whose moments are zero."""
     model = DraftModel(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(fill)
-    return model, MasterAdamW(model, config.train, num_steps=10, block_size=1)
+    return MasterAdamW(model, config.train, num_steps=10, block_size=1)
 
 
 def run_at(position: int, evaluation: Evaluation | None = None) -> RunState:
@@ -42,56 +42,56 @@ def run_at(position: int, evaluation: Evaluation | None = None) -> RunState:
     return run
 
 
-def test_a_rank_takes_over_what_rank_0_saved(tmp_path: Path) -> None:
+def test_a_rank_loads_the_checkpoint_of_rank_0(tmp_path: Path) -> None:
     config = make_config()
     saved = Checkpointer(tmp_path, config, WELCOME, rank=0)
-    saved.save(*make_model(config, 0.25), run_at(24, make_evaluation(4, 1.5)), step=4, required=True)
-    model, optimizer = make_model(config, 0.5)
+    saved.save(make_optimizer(config, 0.25), run_at(24, make_evaluation(4, 1.5)), step=4, required=True)
+    optimizer = make_optimizer(config, 0.5)
     taken_over = Checkpointer(tmp_path, config, WELCOME, rank=1)
-    assert taken_over.resume(model, optimizer) == (24, make_evaluation(4, 1.5))
+    assert taken_over.resume(optimizer) == (24, make_evaluation(4, 1.5))
     assert bool((optimizer.master == 0.25).all())
-    assert all(bool((parameter == 0.25).all()) for parameter in model.parameters())
+    assert bool((optimizer.weights == 0.25).all())
 
 
 def test_a_checkpoint_knows_the_acceptance_of_its_own_weights_only(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path, make_config(), WELCOME, rank=0)
     for step in (4, 8):
-        checkpointer.save(*make_model(make_config(), 0.25), run_at(6 * step, make_evaluation(4, 1.5)), step, required=True)
+        checkpointer.save(make_optimizer(make_config(), 0.25), run_at(6 * step, make_evaluation(4, 1.5)), step, required=True)
     found = [read_checkpoint(checkpoint_folder(tmp_path, step)).evaluation for step in (4, 8)]
     assert found == [make_evaluation(4, 1.5), None]
 
 
-def test_what_is_worth_keeping_after_an_evaluation(tmp_path: Path) -> None:
+def test_an_evaluation_is_worth_a_checkpoint_if_it_is_the_best_or_has_one(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path, make_config(), WELCOME, rank=0)
     for step, acceptance, worth in [(0, 1.1, False), (3, 1.5, True), (6, 1.5, False), (9, 1.4, False), (12, 1.6, True)]:
         evaluation = make_evaluation(step, acceptance)
         assert checkpointer.is_worth_keeping(evaluation) is worth
         if worth:
-            checkpointer.save(*make_model(make_config(), 0.25), run_at(step, evaluation), step, required=False)
+            checkpointer.save(make_optimizer(make_config(), 0.25), run_at(step, evaluation), step, required=False)
             assert checkpointer.is_worth_keeping(evaluation)  # its record may learn more
 
 
-def test_a_warm_start_takes_float32_weights_and_no_others(tmp_path: Path) -> None:
+def test_a_run_begins_from_the_float32_weights_of_draft_init(tmp_path: Path) -> None:
     config = make_config(dtype="bfloat16")
     weights = {name: torch.randn_like(weight.float()) for name, weight in DraftModel(config).state_dict().items()}
     export(tmp_path / "drafter", config, weights, step=1, evaluation=None)
     save_file(weights, tmp_path / "drafter" / "model.safetensors")  # finer than an export's
     started = with_init(config, tmp_path / "drafter")
-    model, optimizer = make_model(config, 0.5)
-    assert Checkpointer(tmp_path, started, WELCOME, rank=0).resume(model, optimizer) == (0, None)
-    assert torch.equal(optimizer.master, optimizer.flatten(model, weights))
-    assert torch.equal(model.fc.weight, weights["fc.weight"].bfloat16())
+    optimizer = make_optimizer(config, 0.5)
+    assert Checkpointer(tmp_path, started, WELCOME, rank=0).resume(optimizer) == (0, None)
+    assert all(torch.equal(master, weights[name]) for name, master in optimizer.master_weights().items())
+    assert torch.equal(optimizer.weights, optimizer.master.bfloat16())
     assert not optimizer.exp_avg.any()
 
     other = msgspec.structs.replace(started, draft=msgspec.structs.replace(started.draft, init_fingerprint="0" * 64))
     with pytest.raises(CheckpointError, match=r"draft\.init: .* needed the contents 000000000000, found"):
-        Checkpointer(tmp_path, other, WELCOME, rank=0).resume(model, optimizer)
+        Checkpointer(tmp_path, other, WELCOME, rank=0).resume(optimizer)
     other = with_init(make_config(sliding_window=9), tmp_path / "drafter")
     with pytest.raises(CheckpointError, match="sliding_window: needed 9, found 5"):
-        Checkpointer(tmp_path, other, WELCOME, rank=0).resume(model, optimizer)
+        Checkpointer(tmp_path, other, WELCOME, rank=0).resume(optimizer)
 
-    Checkpointer(tmp_path, started, WELCOME, rank=0).save(*make_model(config, 0.25), run_at(24), step=4, required=True)
-    assert Checkpointer(tmp_path, started, WELCOME, rank=0).resume(model, optimizer) == (24, None)  # a checkpoint goes before
+    Checkpointer(tmp_path, started, WELCOME, rank=0).save(make_optimizer(config, 0.25), run_at(24), step=4, required=True)
+    assert Checkpointer(tmp_path, started, WELCOME, rank=0).resume(optimizer) == (24, None)  # a checkpoint goes before
     assert bool((optimizer.master == 0.25).all())
 
 
@@ -102,41 +102,39 @@ def with_init(config: Config, folder: Path) -> Config:
 
 def test_without_a_checkpoint_a_run_starts_at_its_first_batch(tmp_path: Path) -> None:
     config = make_config()
-    model, optimizer = make_model(config, 0.5)
-    assert Checkpointer(tmp_path, config, WELCOME, rank=0).resume(model, optimizer) == (0, None)
+    optimizer = make_optimizer(config, 0.5)
+    assert Checkpointer(tmp_path, config, WELCOME, rank=0).resume(optimizer) == (0, None)
     assert bool((optimizer.master == 0.5).all())
 
 
 def test_only_rank_0_writes(tmp_path: Path) -> None:
     config = make_config()
     checkpointer = Checkpointer(tmp_path, config, WELCOME, rank=1)
-    model, optimizer = make_model(config, 0.5)
-    checkpointer.save(model, optimizer, run_at(24), step=4, required=True)
-    checkpointer.export(model, optimizer, run_at(24))
+    optimizer = make_optimizer(config, 0.5)
+    checkpointer.save(optimizer, run_at(24), step=4, required=True)
+    checkpointer.export(optimizer, run_at(24))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_refuses_ends_the_run_only_where_the_checkpoint_is_needed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_error_ends_the_run_only_if_the_checkpoint_is_required(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = make_config()
     (tmp_path / "checkpoints").write_text("in the way")
     checkpointer = Checkpointer(tmp_path, config, WELCOME, rank=0)
-    model, optimizer = make_model(config, 0.5)
+    optimizer = make_optimizer(config, 0.5)
     with caplog.at_level(logging.ERROR):
-        checkpointer.save(model, optimizer, run_at(24), step=4, required=False)
+        checkpointer.save(optimizer, run_at(24), step=4, required=False)
     assert "not written" in caplog.text
     assert "the run goes on without this checkpoint" in caplog.text
     with pytest.raises(CheckpointError, match="not written"):
-        checkpointer.save(model, optimizer, run_at(24), step=4, required=True)
+        checkpointer.save(optimizer, run_at(24), step=4, required=True)
 
 
-def test_a_checkpoint_of_another_plan_is_not_taken_over(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_plan_is_refused(tmp_path: Path) -> None:
     config = make_config()
-    Checkpointer(tmp_path, config, WELCOME, rank=0).save(*make_model(config, 0.25), run_at(24), step=4, required=True)
-    model, optimizer = make_model(config, 0.5)
+    Checkpointer(tmp_path, config, WELCOME, rank=0).save(make_optimizer(config, 0.25), run_at(24), step=4, required=True)
+    optimizer = make_optimizer(config, 0.5)
     with pytest.raises(CheckpointError, match="of another batch plan"):
-        Checkpointer(tmp_path, config, Welcome(b"q" * 16, 240, 40), rank=0).resume(model, optimizer)
+        Checkpointer(tmp_path, config, Welcome(b"q" * 16, 240, 40), rank=0).resume(optimizer)
     assert bool((optimizer.master == 0.5).all())
 
 
@@ -153,7 +151,7 @@ class RunsACommand:
 
 
 def write_record(folder: Path, **changes: int) -> None:
-    """As a checkpoint of before there were checksums."""
+    """Rewrite the record without checksums, like an old checkpoint."""
     content = json.loads((folder / "checkpoint.json").read_text()) | changes
     (folder / "checkpoint.json").write_text(
         json.dumps({key: content[key] for key in content if key not in ("files", "sha256")})
@@ -161,10 +159,10 @@ def write_record(folder: Path, **changes: int) -> None:
 
 
 def save_two(run_dir: Path) -> list[Path]:
-    """Steps 4 and 8 with other weights each, without checksums."""
+    """Save steps 4 and 8 with different weights, without checksums."""
     checkpointer = Checkpointer(run_dir, PAIRS, WELCOME, rank=0)
     for step in (4, 8):
-        checkpointer.save(*make_model(PAIRS, step / 16), run_at(6 * step), step=step, required=True)
+        checkpointer.save(make_optimizer(PAIRS, step / 16), run_at(6 * step), step=step, required=True)
     folders = [checkpoint_folder(run_dir, step) for step in (4, 8)]
     for folder in folders:
         write_record(folder)
@@ -205,14 +203,14 @@ KINDS = {
 
 
 @pytest.mark.parametrize("how", KINDS)
-def test_the_newest_whole_checkpoint_is_taken_and_the_damaged_one_is_named(
+def test_the_newest_intact_checkpoint_is_loaded_and_the_damaged_one_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     older, newer = save_two(tmp_path)
     spoil(newer, how, tmp_path / "ran")
-    model, optimizer = make_model(PAIRS, 0.5)
+    optimizer = make_optimizer(PAIRS, 0.5)
     for rank in (1, 0):
-        assert Checkpointer(tmp_path, PAIRS, WELCOME, rank=rank).resume(model, optimizer) == (24, None)
+        assert Checkpointer(tmp_path, PAIRS, WELCOME, rank=rank).resume(optimizer) == (24, None)
         assert bool((optimizer.master == 0.25).all())
     assert str(newer) in caplog.text
     assert sorted(path.name for path in older.parent.iterdir()) == [older.name, f"{newer.name}.damaged"]
@@ -220,20 +218,20 @@ def test_the_newest_whole_checkpoint_is_taken_and_the_damaged_one_is_named(
 
 
 @pytest.mark.parametrize("how", KINDS)
-def test_without_a_whole_checkpoint_nothing_is_begun_and_nothing_moved(tmp_path: Path, how: str) -> None:
+def test_without_an_intact_checkpoint_the_run_ends_and_no_folder_is_renamed(tmp_path: Path, how: str) -> None:
     folders = save_two(tmp_path)
     for folder in folders:
         spoil(folder, how, tmp_path / "ran")
-    found = f"^needed a checkpoint that is whole, found none of 2: {folders[1]}.*{KINDS[how]}"
+    found = f"^needed an intact checkpoint, found none among 2: {folders[1]}.*{KINDS[how]}"
     with pytest.raises(CheckpointError, match=found) as caught:
-        Checkpointer(tmp_path, PAIRS, WELCOME, rank=0).resume(*make_model(PAIRS, 0.5))
+        Checkpointer(tmp_path, PAIRS, WELCOME, rank=0).resume(make_optimizer(PAIRS, 0.5))
     assert "\n" not in str(caught.value)
     assert sorted(folders[0].parent.iterdir()) == folders
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_checkpoint_of_before_there_were_checksums_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_a_checkpoint_without_checksums_is_loaded_unchecked(tmp_path: Path) -> None:
     save_two(tmp_path)
-    model, optimizer = make_model(PAIRS, 0.75)
-    assert Checkpointer(tmp_path, PAIRS, WELCOME, rank=0).resume(model, optimizer) == (48, None)
+    optimizer = make_optimizer(PAIRS, 0.75)
+    assert Checkpointer(tmp_path, PAIRS, WELCOME, rank=0).resume(optimizer) == (48, None)
     assert bool((optimizer.master == 0.5).all())

@@ -1,4 +1,4 @@
-"""The progress of a run: what a checkpoint gives, what another rank gives, and what an interrupted transfer leaves."""
+"""The progress of a run: from a checkpoint, from another rank, and after an interrupted transfer."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The figures of a step come to the host one step later, and once."""
+"""Metrics of a step arrive at the host one step later, and once."""
 
 import torch
 
@@ -10,7 +10,7 @@ from services.drafter.training.step_metrics import MetricsReadback, StepCost, St
 
 
 def make_result(loss: float, *, found_inf: float = 0.0, stop: float = 0.0) -> StepResult:
-    """Of blocks of three: weighted loss and weight, slots accepted, right per slot, labels per slot, the stop flag."""
+    """Return a step of blocks of three: loss, weight, accepted slots, correct per slot, labels per slot, the stop flag."""
     sums = torch.tensor([loss * 2, 2.0, 5.0, 3.0, 1.0, 8.0, 4.0, stop])
     return StepResult(torch.tensor(loss), torch.tensor(0.5), torch.tensor(found_inf), StepSums(sums), torch.tensor(1.0))
 
@@ -33,7 +33,7 @@ def timed() -> Stopwatch:
     return watch
 
 
-def test_figures_of_a_step_come_with_the_next() -> None:
+def test_metrics_of_a_step_arrive_with_the_next_step() -> None:
     readback = MetricsReadback(torch.device("cpu"), num_sums=8, num_batches=2)
     assert readback.flush() is None
     watches = [timed(), timed()]
@@ -60,7 +60,7 @@ def test_figures_of_a_step_come_with_the_next() -> None:
     assert readback.flush() is None
 
 
-def test_figures_are_those_of_the_moment_they_were_sent_off() -> None:
+def test_metrics_are_copied_when_they_are_pushed() -> None:
     readback = MetricsReadback(torch.device("cpu"), num_sums=8, num_batches=1)
     result, facts = make_result(4.0), make_facts(5)
     readback.push(1, result, timed(), COST, [facts])

@@ -1,4 +1,4 @@
-"""The warm-up leaves no trace, comes to every size of a batch, and says what fits where the memory does not suffice."""
+"""The warm-up changes nothing, runs every size of a batch, and names the budget that fits if the memory does not suffice."""
 
 import gc
 import re
@@ -37,7 +37,7 @@ def test_sizes_are_halved_down_to_a_block() -> None:
     assert halved_shapes(config_of(40, 16, [32])) == [(1, 32), (1, 16), (1, 8), (1, 4)]
 
 
-def test_the_first_batch_is_as_full_as_any_can_be() -> None:
+def test_the_first_batch_is_as_full_as_a_batch_can_be() -> None:
     assert full_shape(config_of(256, 16, [16, 32, 64])) == (8, 32)
     assert full_shape(config_of(256, 16, [16, 48, 64])) == (16, 16)  # five of 48 leave 16 tokens free
     plan = msgspec.structs.replace(
@@ -46,7 +46,7 @@ def test_the_first_batch_is_as_full_as_any_can_be() -> None:
     assert full_shape(msgspec.structs.replace(make_config(), plan=plan)) == (2, 64)
 
 
-def test_no_bit_is_changed_and_a_stop_ends_it() -> None:
+def test_the_warm_up_changes_no_bit_and_a_stop_ends_it() -> None:
     config = config_of(128, 16, [32])
     state = make_state(config)
     model, _, optimizer = state
@@ -65,7 +65,7 @@ def test_no_bit_is_changed_and_a_stop_ends_it() -> None:
         warm_up(state, config, stop)
 
 
-def test_made_up_rows_are_various_and_move_no_random_number_of_a_run() -> None:
+def test_made_up_rows_vary_and_do_not_change_the_random_state() -> None:
     before = torch.get_rng_state()
     batches = [make_up_batch(3, 20, make_config(), torch.device("cpu")) for _ in range(2)]
     assert torch.equal(torch.get_rng_state(), before)
@@ -80,7 +80,7 @@ def test_made_up_rows_are_various_and_move_no_random_number_of_a_run() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of itself
-def test_after_it_no_size_compiles_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_size_compiles_anything_after_the_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     torch.compiler.reset()
     config = config_of(2048, 256, [64, 128], dtype="bfloat16", head_dim=16, anchors_per_document=64)
@@ -97,7 +97,7 @@ def test_after_it_no_size_compiles_anything(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.fixture
 def whole_memory() -> Iterator[None]:
-    """Of the GPU, and given back at the end."""
+    """Free the memory of the GPU before the test, and its limit after it."""
     gc.collect()
     torch.cuda.empty_cache()
     yield
@@ -127,4 +127,4 @@ def test_a_budget_that_does_not_fit_is_refused_with_one_that_does(whole_memory: 
     assert match is not None
     fitting = int(match[1])
     assert 4096 <= fitting < 65536
-    warm_up(state, with_anchors(config, fitting), lambda: None)
+    warm_up(state, with_anchors(config, anchors_per_batch=fitting), lambda: None)
