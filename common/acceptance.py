@@ -1,7 +1,4 @@
-"""Held-out acceptance as it is kept, in the metrics and in the checkpoints; and the best of a run.
-
-B block size.
-"""
+"""Held-out acceptance, as metrics and checkpoints record it, and the best of a run. B block size."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +10,10 @@ from common.sealed_record import is_intact
 
 
 class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
-    """What rounds of greedy verification came to."""
+    """The result of rounds of greedy verification."""
 
     acceptance: float  # tokens emitted per round, between 1 and B; 0 when there was no round
-    acceptance_per_position: list[float]  # share of rounds that emitted draft token k = 1 .. B - 1; 1 + their sum = the above
+    acceptance_per_position: list[float]  # share of rounds that emitted draft token k = 1 .. B - 1; 1 + their sum = acceptance
     num_rounds: int
     num_tokens: int
 
@@ -35,22 +32,20 @@ class Evaluation(Acceptance, frozen=True, kw_only=True):
     sets: dict[str, SetAcceptance]
 
     def rows(self) -> Iterator[tuple[str, Acceptance]]:
-        """Every set, and behind each its categories as set/category."""
+        """Yield every set, followed by its categories as set/category."""
         for name, of_set in self.sets.items():
             yield name, of_set
             yield from ((f"{name}/{category}", found) for category, found in of_set.categories.items())
 
 
 class _Record(msgspec.Struct):
-    """What a checkpoint.json says of its own acceptance."""
-
     evaluation: Evaluation | None = None
 
 
 def find_best(run_dir: Path) -> Evaluation | None:
-    """The highest held-out acceptance among the checkpoints of a run, the first of equals; None where none was measured.
+    """Return the highest held-out acceptance among the checkpoints of a run, the first of equals; None if there is none.
 
-    May be called while checkpoints come and go; one that is being written does not count.
+    Checkpoints may come and go meanwhile; a checkpoint that is being written does not count.
     """
     found = (_read(path) for path in sorted((run_dir / CHECKPOINTS).glob("step-*[0-9]/checkpoint.json")))
     measured = [evaluation for evaluation in found if evaluation is not None]

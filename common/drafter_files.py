@@ -1,4 +1,4 @@
-"""Which files make a drafter folder, and a name for what is in them; loads no torch."""
+"""The files of a drafter folder, and a fingerprint of their content; loads no torch."""
 
 import hashlib
 from pathlib import Path
@@ -9,10 +9,10 @@ _PATTERNS = ("config.json", "*.safetensors", "*.safetensors.index.json")
 
 
 def fingerprint_drafter(folder: Path) -> str:
-    """SHA-256 of the configuration and the tensors of a drafter folder.
+    """Return the SHA-256 of the configuration and the tensors of a drafter folder.
 
     Raises:
-        CheckpointError: no such folder, no config.json, no safetensors, or one that cannot be read.
+        CheckpointError: no such folder, no config.json, no safetensors, or a file that cannot be read.
     """
     files = {pattern: sorted(folder.glob(pattern)) for pattern in _PATTERNS}
     for pattern in _PATTERNS[:2]:

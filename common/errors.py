@@ -1,24 +1,44 @@
-"""What can go wrong, one class per cause; the message says what, where, needed and found."""
+"""One error per cause; the message names the key or the file, the needed value and the found one."""
 
 
 class HeadraceError(Exception):
-    """Something a person can mend; shown as one line, never as a traceback."""
+    """A person can correct the cause; shown as one line, never as a traceback."""
 
 
-class ConfigError(HeadraceError):
-    """A configuration key is unknown, of the wrong type, or does not fit the others."""
+class PermanentError(HeadraceError):
+    """A restart of the process would fail in the same way."""
 
 
-class DataError(HeadraceError):
-    """A data set is missing, empty, or not what its manifest says."""
+class ConfigError(PermanentError):
+    """A configuration key is unknown, of the wrong type, out of bounds, or does not fit the others."""
 
 
-class ModelError(HeadraceError):
+class DataError(PermanentError):
+    """A data set is missing, empty, or not as its manifest says."""
+
+
+class ModelError(PermanentError):
     """A model folder is missing, unreadable, or of an unsupported kind."""
 
 
+class CheckpointError(PermanentError):
+    """A checkpoint is missing, unreadable, or belongs to another run."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint is not as it was written; an older one may be intact."""
+
+
+class RunDirectoryBusyError(PermanentError):
+    """Another process holds the run directory."""
+
+
+class TrainingDivergedError(PermanentError):
+    """Too many steps in a row had a loss or gradient that is not finite."""
+
+
 class ProtocolError(HeadraceError):
-    """A message is not what both sides agreed on."""
+    """A message is not of the types or values that both peers agreed on."""
 
 
 class SharedMemoryError(HeadraceError):
@@ -45,21 +65,5 @@ class StaleLeaseError(SlotError):
     """A slot holds another batch than the lease was granted for."""
 
 
-class CheckpointError(HeadraceError):
-    """A checkpoint is missing, unreadable, or belongs to another run."""
-
-
-class DamagedCheckpointError(CheckpointError):
-    """A checkpoint is not as it was written; an older one may be."""
-
-
-class RunDirectoryBusyError(HeadraceError):
-    """Another process holds the run directory."""
-
-
 class TransitionError(HeadraceError):
-    """A slot was asked to take an edge that its state does not have."""
-
-
-class TrainingDivergedError(HeadraceError):
-    """Too many steps in a row had a loss or gradient that is not finite."""
+    """An edge of the slot states does not start at the slot's state."""

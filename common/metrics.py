@@ -1,4 +1,4 @@
-"""Figures over time: `<run>/metrics/<actor>.jsonl`, one JSON object per line, whole lines only."""
+"""Metrics over time: `<run>/metrics/<actor>.jsonl`, one JSON object per line, whole lines only."""
 
 import os
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ _NUM_SHOWN_BYTES = 40
 
 
 class MetricsWriter:
-    """Appends to one actor's file; a line is one write, so a kill leaves no mixture of two."""
+    """Appends to one actor's file; a line is one write, so a kill never mixes two lines."""
 
     def __init__(self, run_dir: Path, name: str) -> None:
         path = metrics_path(run_dir, name)
@@ -24,7 +24,7 @@ class MetricsWriter:
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def write(self, **figures: Any) -> None:
-        """Append one object; floats keep all their digits, and null stands for one that is not finite."""
+        """Append one object; null stands for a number that is not finite."""
         os.write(self._fd, msgspec.json.encode(figures) + b"\n")
 
 

@@ -1,4 +1,4 @@
-"""Which targets cannot be trained for, by the JSON files of their folder alone: nothing is loaded to find out."""
+"""Targets that are refused by the JSON files of their folder, before weights are loaded."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ _SPECIAL = ("bos", "eos", "pad")
 
 
 def refuse_quantized(folder: Path) -> None:
-    """Raise ModelError where the folder says that its weights are quantized: no loader here is proven to undo it."""
+    """Raise ModelError if the folder says that its weights are quantized: no loader here is proven to dequantize them."""
     found = next(_quantization(read_target_config(folder)[0]), None)
     if found is None and (folder / "hf_quant_config.json").is_file():
         found = "hf_quant_config.json"
@@ -23,9 +23,9 @@ def refuse_quantized(folder: Path) -> None:
 
 
 def refuse_scaled_embedding(folder: Path) -> None:
-    """Raise ModelError where the decoder multiplies the rows of its embedding, which a draft model reads as they are.
+    """Raise ModelError if the decoder multiplies the rows of its embedding, which a draft model reads as they are.
 
-    By the name of the family, or by the keys that the modules of transformers multiply by; a target process also
+    Signs are the name of the family and the keys that the modules of transformers multiply by; a target process also
     compares the input of its first layer with the embedding.
     """
     _, inner = read_target_config(folder)
@@ -37,7 +37,7 @@ def refuse_scaled_embedding(folder: Path) -> None:
 
 
 def refuse_special_mask(folder: Path, mask_token_id: int) -> None:
-    """Raise ConfigError where text contains the mask token: it begins, ends or pads a text of this target."""
+    """Raise ConfigError if the mask token begins, ends or pads a text of this target."""
     for key, path, found in _special_ids(folder):
         if mask_token_id in (found if isinstance(found, list) else [found]):
             raise ConfigError(
@@ -59,7 +59,7 @@ def _multiplies(value: Any) -> bool:
 
 
 def _special_ids(folder: Path) -> list[tuple[str, Path, Any]]:
-    """Return key, file and value of what config.json and generation_config.json name."""
+    """Return key, file and value of the special tokens in config.json and generation_config.json."""
     path = folder / "config.json"
     contents = [(path, part) for part in read_target_config(folder)]
     path = folder / "generation_config.json"

@@ -1,4 +1,4 @@
-"""What the rest of the system must know of a target's architecture, read from its config.json."""
+"""The numbers of a target's architecture that drafting depends on, read from its config.json."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from common.run_dir import read_object
 
 
 class TargetShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The numbers of a decoder that drafting depends on; sizes in elements."""
+    """Sizes in elements."""
 
     model_type: str
     vocab_size: int
@@ -27,7 +27,7 @@ class TargetShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def read_target_shape(folder: Path) -> TargetShape:
-    """Read `folder`/config.json, looking through the `text_config` of multimodal wrappers.
+    """Read `folder`/config.json; multimodal wrappers keep the decoder's numbers in `text_config`.
 
     Raises:
         ModelError: no such folder, no config.json, or a key is missing.
@@ -53,7 +53,7 @@ def read_target_shape(folder: Path) -> TargetShape:
 
 
 def read_vocab_size(folder: Path) -> int:
-    """Read the number of token ids from `folder`/config.json, and nothing else. ModelError as `read_target_shape`."""
+    """Read only the number of token ids from `folder`/config.json; ModelError as `read_target_shape`."""
     try:
         return int(read_target_config(folder)[1]["vocab_size"])
     except KeyError as error:
@@ -61,10 +61,10 @@ def read_vocab_size(folder: Path) -> int:
 
 
 def read_target_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read `folder`/config.json: all of it, and the part of the text decoder, which is all of it where nothing wraps it.
+    """Read `folder`/config.json: the whole, and the part of the text decoder, which is the whole without a wrapper.
 
     Raises:
-        ModelError: no such folder, no config.json, or one that is no JSON object.
+        ModelError: no such folder, no config.json, or no JSON object in it.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -81,9 +81,9 @@ def _missing(folder: Path, error: KeyError) -> ModelError:
 
 
 def _rope_theta(inner: dict[str, Any], folder: Path) -> float:
-    """Transformers 5 moved rope_theta into rope_parameters, by layer type where layers differ; older folders have it on top."""
+    """Transformers 5 moved rope_theta into rope_parameters, by layer type if layers differ; older folders have it outside."""
     nested = inner.get("rope_parameters") or {}
-    nested = nested.get("full_attention") or nested  # the draft's layers rotate as the target's full-attention layers
+    nested = nested.get("full_attention") or nested  # the draft model rotates as these layers
     theta = nested.get("rope_theta", inner.get("rope_theta"))
     if theta is None:
         needed = "rope_theta, at the top or in rope_parameters (there of the full-attention layers)"
@@ -92,7 +92,7 @@ def _rope_theta(inner: dict[str, Any], folder: Path) -> float:
 
 
 def default_tap_layers(num_hidden_layers: int, num_taps: int) -> list[int]:
-    """Zero-based layers to tap, by the rule of z-lab/dflash: spread from layer 1 to layer L - 3."""
+    """Return zero-based layers to tap, by the rule of z-lab/dflash: spread from layer 1 to layer L - 3."""
     if num_taps == 1:
         return [num_hidden_layers // 2]
     return [round(1 + i * (num_hidden_layers - 4) / (num_taps - 1)) for i in range(num_taps)]

@@ -1,4 +1,4 @@
-"""Single tensors out of safetensors folders, and reproducible random ones in their place."""
+"""Single tensors from safetensors folders, and reproducible random tensors for folders without weights."""
 
 import hashlib
 import json
@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 
 from common.errors import ModelError
 
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # whatever wrapper they stand in
-_PLAIN_TYPES = ("F64", "F32", "F16", "BF16")  # in a file; integers and float8 mean nothing without their scales
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # below the prefix of any wrapper
+_PLAIN_TYPES = ("F64", "F32", "F16", "BF16")  # in a file; integers and float8 need scales
 _CHUNK_ELEMENTS = 1 << 24
 _MASK_32 = 0xFFFFFFFF
 
@@ -34,10 +34,10 @@ def read_tensors(folder: Path, names: Iterable[str], device: torch.device, dtype
 
 
 def find_embedding(folder: Path) -> str:
-    """Return the full name of the decoder's embedding; what stands before "embed_tokens.weight" is the decoder's prefix.
+    """Return the full name of the decoder's embedding; the part before "embed_tokens.weight" is the decoder's prefix.
 
-    Extra prediction layers may carry an embedding of their own, less nested than the decoder's within its wrapper, so the
-    one with the most layers beside it is the decoder's.
+    Extra prediction layers may carry an embedding of their own, nested less than the decoder's, so the embedding with the
+    most layers beside it is the decoder's.
 
     Raises:
         ModelError: no weights, or no embedding.
@@ -50,7 +50,7 @@ def find_embedding(folder: Path) -> str:
 
 
 def find_head(folder: Path) -> str:
-    """Return the full name of the decoder's head: that of the innermost module with a head that holds the decoder.
+    """Return the full name of the head of the innermost module that holds a head and the decoder.
 
     Raises:
         ModelError: no weights, no embedding, or no head.
@@ -63,7 +63,7 @@ def find_head(folder: Path) -> str:
 
 
 def find_quantized(files: Mapping[str, Path]) -> list[str]:
-    """Return which of the tensors, name -> file, are integers or float8 and so no weights by themselves."""
+    """Return the names of the tensors, name -> file, that are integers or float8, so no weights by themselves."""
     names: dict[Path, list[str]] = defaultdict(list)
     for name, path in files.items():
         names[path].append(name)
@@ -80,10 +80,10 @@ def _num_layers(names: Iterable[str], prefix: str) -> int:
 
 
 def locate_tensors(folder: Path) -> dict[str, Path]:
-    """Tensor name -> file, from model.safetensors.index.json or else model.safetensors.
+    """Return name -> file of every tensor, from model.safetensors.index.json or else model.safetensors.
 
     Raises:
-        ModelError: neither is there, or it is damaged.
+        ModelError: neither file is there, or it is damaged.
     """
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     try:
@@ -112,7 +112,7 @@ def _read_tensor(path: Path, name: str, device: torch.device, dtype: torch.dtype
 
 
 def read_initializer_range(folder: Path) -> float:
-    """The standard deviation of a new model's weights, from config.json; 0.02 where it does not say."""
+    """Return the standard deviation of a new model's weights from config.json, or else 0.02."""
     outer: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return float(outer.get("text_config", outer).get("initializer_range", 0.02))
 
@@ -120,11 +120,10 @@ def read_initializer_range(folder: Path) -> float:
 def random_tensor(
     name: str, shape: Sequence[int], std: float, seed: int, device: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Uniform around 0 with standard deviation `std`: a function of (seed, name, shape) alone.
+    """Return uniform values around 0 with standard deviation `std`, a function of (seed, name, shape) alone.
 
-    Every element is a hash of its position, so that every process and every kind of device makes the same
-    bits, and a GPU fills billions of weights in a moment. The hash is `lowbias32` of C. Wellons' hash-prospector,
-    applied twice with two keys.
+    Every element is a hash of its position, so every process and every kind of device makes the same bits. The hash is
+    `lowbias32` of C. Wellons' hash-prospector, applied twice with two keys.
     """
     tensor = torch.empty(tuple(shape), device=device, dtype=dtype)
     for number, chunk in enumerate(torch.split(tensor.view(-1), _CHUNK_ELEMENTS)):
@@ -138,7 +137,7 @@ def random_tensor(
 
 
 def _hash_32_bits_(bits: torch.Tensor) -> None:
-    """In place, on int64 elements below 2^32; products may wrap, their low 32 bits are right."""
+    """Hash int64 elements smaller than 2^32 in place; products may wrap, their low 32 bits are right."""
     bits.bitwise_xor_(bits >> 16)
     bits.mul_(0x7FEB352D).bitwise_and_(_MASK_32)
     bits.bitwise_xor_(bits >> 15)
@@ -147,7 +146,7 @@ def _hash_32_bits_(bits: torch.Tensor) -> None:
 
 
 def fill_random(parameter: torch.Tensor, name: str, module_type: str, std: float, seed: int) -> None:
-    """Fill one parameter of a made-up target: biases 0, norms 1, all else from the seed and its name in the decoder."""
+    """Fill one parameter of a random target: biases 0, norms 1, others from the seed and the name in the decoder."""
     if name.endswith("bias"):
         parameter.zero_()
     elif "Norm" in module_type:

@@ -1,7 +1,7 @@
-"""An actor's way to the exchange: ask, and wait for the answer, whatever dies in between.
+"""An actor's requests to the exchange and their replies, whatever dies in between.
 
-ZeroMQ loses what a dead peer had buffered, so sending is never delivery: a request is sent again
-until it is answered. One thread owns the socket; any thread may ask.
+ZeroMQ loses what a dead peer had buffered, so sending is never delivery: a request is sent again until its reply
+arrives. One thread owns the socket; any thread may send requests.
 """
 
 import itertools
@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 import zmq
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class ChannelClosedError(Exception):
-    """The channel was closed, or its owner told to stop, before the answer came."""
+    """The channel was closed, or its owner stopped, before the reply arrived."""
 
 
 class _Pending:
@@ -36,7 +37,7 @@ class _Pending:
 
 
 class Channel:
-    """A DEALER socket to the exchange and the requests that wait for an answer."""
+    """A DEALER socket to the exchange and the requests without a reply."""
 
     def __init__(self, address: str, sender: Incarnation) -> None:
         self._sender = sender
@@ -51,7 +52,7 @@ class Channel:
         self._thread.start()
 
     def request(self, body: RequestBody) -> "Future[ReplyBody]":
-        """Ask without waiting; the future holds the answer, or ProtocolError where it was refused."""
+        """Send a request without waiting; the future holds the reply, or ProtocolError if it was refused."""
         request_id = next(self._ids)
         pending = _Pending(wire.encode(Request(request_id, self._sender, body)))
         with self._wake_lock:
@@ -64,7 +65,7 @@ class Channel:
         return pending.answer
 
     def ask(self, body: RequestBody, keep_waiting: Callable[[], bool]) -> ReplyBody:
-        """Ask and wait; `keep_waiting` is called some ten times a second and ends the wait by False."""
+        """Send a request and wait; `keep_waiting` is called some ten times a second and ends the wait by False."""
         answer = self.request(body)
         while True:
             try:
@@ -75,7 +76,7 @@ class Channel:
                     raise ChannelClosedError from None
 
     def close(self) -> None:
-        """Stop; whoever still waits gets ChannelClosedError."""
+        """Close the socket; a thread that still waits gets ChannelClosedError."""
         with self._wake_lock:
             if self._closing.is_set():
                 return
@@ -90,7 +91,7 @@ class Channel:
         with self._context.socket(zmq.DEALER) as socket:
             try:
                 _connect(socket, address)
-                self._converse(socket, pending)
+                self._serve(socket, pending)
             except BaseException as error:
                 log.exception("the channel failed")
                 with self._wake_lock:
@@ -99,7 +100,7 @@ class Channel:
             if waiting.answer.set_running_or_notify_cancel():
                 waiting.answer.set_exception(self._failure or ChannelClosedError())
 
-    def _converse(self, socket: "zmq.Socket[bytes]", pending: dict[int, _Pending]) -> None:
+    def _serve(self, socket: "zmq.Socket[bytes]", pending: dict[int, _Pending]) -> None:
         poller = zmq.Poller()
         poller.register(self._wake, zmq.POLLIN)
         poller.register(socket, zmq.POLLIN)
@@ -123,11 +124,10 @@ def _connect(socket: "zmq.Socket[bytes]", address: str) -> None:
 
 def _drain(queue: "SimpleQueue[tuple[int, _Pending]]") -> list[tuple[int, _Pending]]:
     items = []
-    while True:
-        try:
+    with suppress(Empty):
+        while True:
             items.append(queue.get_nowait())
-        except Empty:
-            return items
+    return items
 
 
 def _take_answers(socket: "zmq.Socket[bytes]", pending: dict[int, _Pending]) -> None:
@@ -135,7 +135,7 @@ def _take_answers(socket: "zmq.Socket[bytes]", pending: dict[int, _Pending]) -> 
         reply = _decode(socket.recv())
         waiting = None if reply is None else pending.pop(reply.id, None)
         if reply is None or waiting is None or not waiting.answer.set_running_or_notify_cancel():
-            continue  # a second answer to a request that was sent twice, or nobody waits any more
+            continue  # a second reply to a request that was sent twice, or no thread waits for it any more
         if isinstance(reply.body, Refused):
             waiting.answer.set_exception(ProtocolError(reply.body.reason))
         else:
@@ -143,7 +143,7 @@ def _take_answers(socket: "zmq.Socket[bytes]", pending: dict[int, _Pending]) -> 
 
 
 def _decode(data: bytes) -> Reply | None:
-    """The answer in `data`; a refusal where only its id is readable, None where not even that is."""
+    """Return the reply in `data`; a refusal if only its id is readable, None if it has no id."""
     try:
         return messages.decode_reply(data)
     except ProtocolError as error:

@@ -1,12 +1,12 @@
-"""Named places where a test makes a process die, stop or sleep. Without `<run>/faults.json` they do nothing.
+"""Named points at which a test makes a process die, stop or sleep. Without `<run>/faults.json` they do nothing.
 
-This is how the tests and `launch.bench faults` reach the exact instants between which a kill from
-outside falls by chance. It is no setting: a run that a person starts has no such file.
+The tests and `launch.bench faults` reach exact instants with them, between which a kill from outside falls by chance.
+Faults are no setting: a run that a person starts has no such file.
 
     {"target-0": [{"point": "target.before_slot_ready", "visit": 3, "action": "kill"}]}
 
-A fault happens at the given visit of the point within one life; `sleep` happens at every visit. The others happen once per
-run and in the order of the list: the second waits for a life that began after the first.
+A fault happens at the given visit of the point within one incarnation; `sleep` happens at every visit. The others
+happen once per run and in the order of the list: the second waits for an incarnation that began after the first.
 """
 
 import os
@@ -24,7 +24,7 @@ _ONCE = ("kill", "stop")
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What happens to one actor at one point."""
+    """An action on one actor at one point."""
 
     point: str
     visit: int = 1
@@ -43,7 +43,7 @@ _planned: list[_Planned] = []
 
 
 def read(run_dir: Path) -> dict[str, list[Fault]]:
-    """Return the faults of every actor; none where there is no file. ConfigError where it holds anything else."""
+    """Return the faults of every actor; none without the file, ConfigError if it holds anything else."""
     path = run_dir / FAULTS
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, list[Fault]])
@@ -56,7 +56,7 @@ def read(run_dir: Path) -> dict[str, list[Fault]]:
 
 
 def load(run_dir: Path, name: str) -> None:
-    """Read what was planned for this actor; called once, at the start of its life."""
+    """Plan the faults of this actor, once, at the start of an incarnation."""
     faults = read(run_dir).get(name, [])
     planned = [_Planned(fault, run_dir / f"fault-{name}-{index}.happened") for index, fault in enumerate(faults)]
     _planned.extend(plan for plan in planned if plan.fault.action not in _ONCE)

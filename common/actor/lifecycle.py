@@ -1,4 +1,4 @@
-"""The life of an actor process, from its command line to its exit code.
+"""An actor process, from its command line to its exit code.
 
 An actor dies with its supervisor (common/actor/parent.py), logs to its standard error (the supervisor points it at the log
 file), ends its loop on SIGTERM, and dumps all stacks to its log on SIGUSR1.
@@ -23,39 +23,30 @@ from common.actor import faults
 from common.actor.board import Board, Notices
 from common.actor.channel import Channel, ChannelClosedError
 from common.actor.messages import PROTOCOL_VERSION, Hello, Incarnation, ReplyBody, RequestBody, Welcome
-from common.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    ModelError,
-    ProtocolError,
-    RunDirectoryBusyError,
-    TrainingDivergedError,
-)
+from common.errors import PermanentError, ProtocolError
 from common.metrics import MetricsWriter
 from common.run_dir import actor_name, exchange_address
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_HOPELESS = 2  # a restart would fail in the same way
-EXIT_STOPPED = 4  # told to stop before its work was done
-_HOPELESS = (ConfigError, DataError, ModelError, CheckpointError, RunDirectoryBusyError, TrainingDivergedError)
+EXIT_STOPPED = 4  # stopped before its work was done
 _ALWAYS = float  # idle since 0.0
 
 log = logging.getLogger(__name__)
 
 
 class StoppedError(Exception):
-    """The actor was told to stop and has left everything in order."""
+    """The actor has received SIGTERM and has left everything in order."""
 
 
 def start_time(pid: int) -> int:
-    """When a process started, in clock ticks since boot: field 22 of /proc/PID/stat."""
+    """Return the start of a process in clock ticks since boot: field 22 of /proc/PID/stat."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
 class Actor:
-    """What every actor has: its place in the run, its notice, its metrics, its way to the exchange."""
+    """The parts that every actor has: its name, its settings, its notice, its metrics, its channel to the exchange."""
 
     def __init__(self, role: str, args: argparse.Namespace) -> None:
         self.args = args
@@ -74,7 +65,7 @@ class Actor:
         self._wait: tuple[float, Callable[[], float]] | None = None  # counted until, idle since
 
     def join(self) -> Welcome:
-        """Open the way to the exchange and say Hello."""
+        """Open the channel to the exchange and send Hello."""
         self._channel = Channel(exchange_address(self.run_dir), self.incarnation)
         welcome = self.ask(Hello(PROTOCOL_VERSION))
         if not isinstance(welcome, Welcome):
@@ -83,22 +74,17 @@ class Actor:
 
     @property
     def channel(self) -> Channel:
-        """The way to the exchange, for threads beside the main one."""
         assert self._channel is not None, "join() comes first"
         return self._channel
 
     def ask(self, body: RequestBody, idle_since: Callable[[], float] = _ALWAYS) -> ReplyBody:
-        """Ask the exchange; the wait shows in the notice as in `waiting`, and ends by ChannelClosedError when told to stop."""
+        """Send a request and wait for the reply, counted as in `waiting`; ChannelClosedError after SIGTERM."""
         with self.waiting(idle_since):
             return self.channel.ask(body, lambda: self.keep_waiting() and not self.stopping)
 
     @contextmanager
     def waiting(self, idle_since: Callable[[], float] = _ALWAYS) -> Iterator[None]:
-        """Count the time of the block as waited, while it passes, and only as far as the device was idle.
-
-        Args:
-            idle_since: since when the device has had nothing to do; inf while it works.
-        """
+        """Count the time of the block as waited, while it passes, but only since `idle_since` (inf while the device works)."""
         self._wait = time.monotonic(), idle_since
         try:
             yield
@@ -115,7 +101,7 @@ class Actor:
         self._wait = now, idle_since
 
     def keep_waiting(self) -> bool:
-        """Called by the main thread some ten times a second while it waits; raises what ended a thread beside it."""
+        """Show progress, some ten times a second while the main thread waits; raise the exception that ended another thread."""
         self._count_wait()
         self.notices.progress()
         if self._thread_failure is not None:
@@ -123,12 +109,11 @@ class Actor:
         return True
 
     def check_stop(self) -> None:
-        """Raise StoppedError when told to stop."""
         if self.stopping:
             raise StoppedError
 
     def start_thread(self, name: str, body: Callable[[], None]) -> threading.Thread:
-        """Run `body` beside the main thread, which gets its exception at the next wait."""
+        """Run `body` in a thread; the main thread raises its exception at the next wait."""
 
         def run() -> None:
             try:
@@ -143,24 +128,23 @@ class Actor:
         return thread
 
     def every(self, interval_s: float, report: Callable[[], None]) -> None:
-        """Call `report` where the last call is longer ago than that."""
+        """Call `report` unless it was called within the interval."""
         now = time.monotonic()
         if now - self._last_report_s >= interval_s:
             self._last_report_s = now
             report()
 
     def close(self) -> None:
-        """End the conversation with the exchange."""
         if self._channel is not None:
             self._channel.close()
 
     def stop(self, signum: int, frame: FrameType | None) -> None:
-        """Signal handler: the main loop ends at its next turn."""
+        """End the main loop at its next turn (a signal handler)."""
         self.stopping = True
 
 
 def run_actor(role: str, main: Callable[[Actor], None], add_arguments: Callable[[argparse.ArgumentParser], None]) -> NoReturn:
-    """Run an actor to its end and leave the process with its exit code."""
+    """Run an actor to its end and exit with its code."""
     parser = argparse.ArgumentParser(prog=f"python -m services.{role}")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--index", type=int, required=True)
@@ -172,11 +156,11 @@ def run_actor(role: str, main: Callable[[Actor], None], add_arguments: Callable[
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", stream=sys.stderr)
-    _leave(_live(role, args, main))
+    _exit(_run(role, args, main))
 
 
-def _live(role: str, args: argparse.Namespace, main: Callable[[Actor], None]) -> int:
-    """The one place of the process where exceptions end."""
+def _run(role: str, args: argparse.Namespace, main: Callable[[Actor], None]) -> int:
+    """Run `main`; no exception leaves this function."""
     try:
         faults.load(args.run_dir, actor_name(role, args.index))
         actor = Actor(role, args)
@@ -190,7 +174,7 @@ def _live(role: str, args: argparse.Namespace, main: Callable[[Actor], None]) ->
             return EXIT_STOPPED
         finally:
             actor.close()
-    except _HOPELESS as error:
+    except PermanentError as error:
         log.error("%s", error)
         return EXIT_HOPELESS
     except Exception:
@@ -200,8 +184,8 @@ def _live(role: str, args: argparse.Namespace, main: Callable[[Actor], None]) ->
     return EXIT_DONE
 
 
-def _leave(code: int) -> NoReturn:
-    """End as a kill would: where Python takes itself apart beside a thread that is inside torch, the process aborts."""
+def _exit(code: int) -> NoReturn:
+    """Exit without interpreter shutdown: finalising Python while another thread runs torch code aborts the process."""
     sys.stdout.flush()
     logging.shutdown()
     os._exit(code)

@@ -1,7 +1,7 @@
-"""Copies beside the computation: one stream for them, and marks that say how far a stream has come.
+"""A stream for copies beside the computation, and marks in the work of a stream.
 
-A buffer that a copy reads or fills is free again when the mark set after the copy is reached, never
-earlier, whatever Python references say. Without CUDA copies are done when they return, and marks are reached.
+A buffer that a copy reads or fills is free again when the mark set after the copy is reached, never earlier, whatever
+Python references say. Without CUDA copies are done when they return, and marks are reached.
 """
 
 from collections.abc import Iterator
@@ -24,17 +24,17 @@ class Mark:
             self._event.synchronize()
 
     def reached(self) -> bool:
-        """Whether the point is reached, without waiting."""
+        """Return whether the point is reached, without waiting."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def hold(self, stream: torch.cuda.Stream | None) -> None:
-        """Let `stream` go on only when the point is reached; the calling thread does not wait."""
+        """Make `stream` wait for the point; the calling thread does not wait."""
         if self._event is not None and stream is not None:
             stream.wait_event(self._event)
 
 
 def mark_computation(device: torch.device) -> Mark:
-    """Where the current stream of the calling thread stands."""
+    """Mark the current end of the calling thread's stream."""
     return Mark(torch.cuda.current_stream(device) if device.type == "cuda" else None)
 
 
@@ -47,11 +47,11 @@ class CopyStream:
 
     @contextmanager
     def after(self, mark: Mark) -> Iterator[None]:
-        """What the block launches runs on this stream, after `mark`."""
+        """Run the kernels and copies that the block launches on this stream, after `mark`."""
         mark.hold(self._stream)
         with torch.cuda.stream(self._stream):
             yield
 
     def mark(self) -> Mark:
-        """Where this stream stands."""
+        """Mark the current end of this stream."""
         return Mark(self._stream)

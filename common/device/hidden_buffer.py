@@ -1,7 +1,4 @@
-"""Room on a device for the hidden states of one batch, made once and filled again and again.
-
-T tokens, K taps, H hidden size.
-"""
+"""A buffer on a device for the hidden states of one batch, reused for every batch. T tokens, K taps, H hidden size."""
 
 import math
 
@@ -11,7 +8,7 @@ from common.ring.layout import SlotLayout
 
 
 class HiddenBuffer:
-    """A staging buffer of a target, or a device buffer of a drafter. Its owner guards it with marks."""
+    """A staging buffer of a target, or a device buffer of a drafter; its owner guards it with marks."""
 
     def __init__(self, layout: SlotLayout, device: torch.device) -> None:
         elements = math.prod(layout.hidden_shape(layout.capacity_tokens))
@@ -21,11 +18,11 @@ class HiddenBuffer:
         self.checksum = torch.empty((), dtype=torch.int64, pin_memory=device.type == "cuda")  # its copy on the host
 
     def as_in_slot(self, num_tokens: int) -> torch.Tensor:
-        """The front of the buffer in the layout of the slot, [T, K, H] or [K, T, H], contiguous."""
+        """Return the front of the buffer in the layout of the slot, [T, K, H] or [K, T, H], contiguous."""
         shape = self._layout.hidden_shape(num_tokens)
         return self._flat[: math.prod(shape)].view(shape)
 
     def hidden_states(self, num_tokens: int) -> torch.Tensor:
-        """[T, K, H], whatever the layout."""
+        """Return [T, K, H] for either layout."""
         hidden_states = self.as_in_slot(num_tokens)
         return hidden_states.transpose(0, 1) if self._layout.split else hidden_states

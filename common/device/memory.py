@@ -1,4 +1,4 @@
-"""The device of a process, what it may have of its memory, and what it had at most."""
+"""The device of a process, and the limit and the peak of its memory there."""
 
 import torch
 
@@ -19,14 +19,14 @@ def take_device(name: str, key: str) -> torch.device:
 
 
 def allowed_bytes(device: torch.device) -> int:
-    """What this process has or can still get of a GPU, by the device and by its own limit."""
+    """Return the bytes that this process has or can still get of a GPU, by the device and by its own limit."""
     free, total = torch.cuda.mem_get_info(device)
     share = torch.cuda.get_per_process_memory_fraction(device)
     return min(free + torch.cuda.memory_reserved(device), int(total * share))
 
 
 def describe_peak(device: torch.device) -> str:
-    """For the end of a line in a log; empty for a CPU."""
+    """Return the end of a log line, empty for a CPU."""
     if device.type != "cuda":
         return ""
     peak, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.memory_reserved(device)

@@ -1,4 +1,4 @@
-"""Where time goes: events on a GPU's stream, read when they are over; the clock on the CPU."""
+"""Times of parts of the work: events on a GPU's stream, the clock on a CPU."""
 
 import time
 
@@ -6,7 +6,7 @@ import torch
 
 
 class Stopwatch:
-    """Starts when it is made, on the current stream of a GPU."""
+    """Starts when it is made; a GPU's laps are on the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -14,19 +14,19 @@ class Stopwatch:
         self._marks = [self._mark()]
 
     def lap(self, name: str) -> None:
-        """End a part of the work; nothing waits."""
+        """End a part of the work, without waiting."""
         self._names.append(name)
         self._marks.append(self._mark())
 
     def laps_s(self) -> dict[str, float]:
-        """Seconds of the laps, those of one name together, called when the device has passed the last."""
+        """Return seconds by name, summed over laps of one name. The device must have passed the last lap."""
         laps_s = dict.fromkeys(self._names, 0.0)
         for name, start, end in zip(self._names, self._marks, self._marks[1:], strict=False):
             laps_s[name] += self._between_s(start, end)
         return laps_s
 
     def pause_s(self, before: "Stopwatch") -> float:
-        """Seconds from the end of the watch before to the start of this one, called when the device has passed both."""
+        """Return the seconds from the end of watch `before` to the start of this one. The device must have passed both."""
         return self._between_s(before._marks[-1], self._marks[0])
 
     def _mark(self) -> "torch.cuda.Event | float":

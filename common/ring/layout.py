@@ -1,4 +1,4 @@
-"""Which bytes of a slot are which tensor. Both sides compute it from the config; it is never sent.
+"""The bytes of every tensor in a slot. Target and drafter compute them from the settings; they are never sent.
 
     slot:  | header, 4 KiB | hidden_states | input_ids | loss_mask | position_ids | cu_seqlens | sample_ids | ... stride
 
@@ -28,7 +28,7 @@ HIDDEN_BYTES_PER_ELEMENT = {"bfloat16": 2, "float32": 4}
 
 
 class SlotHeader(NamedTuple):
-    """What a target says of the batch in a slot; written before the slot is announced."""
+    """A target's description of the batch in a slot, written before the slot is announced."""
 
     plan_hash: bytes  # 16 bytes
     generation: int
@@ -39,12 +39,10 @@ class SlotHeader(NamedTuple):
     rows_checksum: int
 
     def pack_into(self, buffer: memoryview) -> None:
-        """Write the header to the front of a slot."""
         _HEADER.pack_into(buffer, 0, _MAGIC, _VERSION, *self)
 
     @classmethod
     def unpack_from(cls, buffer: memoryview) -> "SlotHeader":
-        """Read the header of a slot; SlotHeaderError if the bytes are not a header."""
         magic, version, *fields = _HEADER.unpack_from(buffer, 0)
         if (magic, version) != (_MAGIC, _VERSION):
             raise SlotHeaderError(f"slot header: needed {_MAGIC!r} version {_VERSION}, found {magic!r} version {version}")
@@ -52,7 +50,7 @@ class SlotHeader(NamedTuple):
 
 
 class Region(NamedTuple):
-    """One array of a slot: where it starts, and the type of its elements."""
+    """Start and element type of one array of a slot."""
 
     offset: int
     dtype: np.dtype[np.generic]
@@ -81,7 +79,6 @@ class SlotLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, config: Config) -> "SlotLayout":
-        """The layout that both sides of a run use."""
         tokens, samples = config.plan.max_tokens_per_batch, config.plan.max_samples_per_batch
         taps, hidden = len(config.draft.tap_layers), config.shape.hidden_size
         elements = {"input_ids": tokens, "loss_mask": tokens, "position_ids": tokens}
@@ -105,15 +102,13 @@ class SlotLayout(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def hidden_shape(self, num_tokens: int) -> tuple[int, int, int]:
-        """[T, K, H] when packed, [K, T, H] when split."""
+        """Return [T, K, H] when packed, [K, T, H] when split."""
         if self.split:
             return (self.num_taps, num_tokens, self.hidden_size)
         return (num_tokens, self.num_taps, self.hidden_size)
 
     def hidden_bytes(self, num_tokens: int) -> int:
-        """Bytes of the hidden states of `num_tokens` tokens."""
         return math.prod(self.hidden_shape(num_tokens)) * HIDDEN_BYTES_PER_ELEMENT[self.hidden_dtype]
 
     def ring_bytes(self, num_slots: int) -> int:
-        """Bytes of a ring of `num_slots` slots."""
         return num_slots * self.stride

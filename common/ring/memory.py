@@ -1,4 +1,4 @@
-"""Anonymous shared memory that nobody can leak: memfds created by start_all, inherited by its children.
+"""Anonymous shared memory that no process can leak: memfds created by start_all, inherited by its children.
 
 A memfd has no name, needs no resource tracker, ignores the size of /dev/shm, outlives any child
 and vanishes with its last holder.
@@ -9,7 +9,7 @@ import mmap
 import os
 from pathlib import Path
 
-from common.errors import ConfigError
+from common.errors import ConfigError, SharedMemoryError
 
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
@@ -18,7 +18,6 @@ _MADV_POPULATE_WRITE = 23  # linux/mman.h; Python 3.11 has no name for it
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
 
 
@@ -39,15 +38,22 @@ def create(name: str, num_bytes: int) -> int:
     return fd
 
 
-def attach(fd: int) -> mmap.mmap:
-    """Map all of the memory behind `fd`, shared and writable, with every page present."""
-    mapping = mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+def attach(fd: int, name: str = "memory", num_bytes: int | None = None) -> mmap.mmap:
+    """Map all of the memory behind `fd`, shared and writable, with every page present.
+
+    Raises:
+        SharedMemoryError: it is not of `num_bytes`.
+    """
+    size = os.fstat(fd).st_size
+    if num_bytes not in (None, size):
+        raise SharedMemoryError(f"{name}: needed {num_bytes} bytes, found {size}")
+    mapping = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
     mapping.madvise(_MADV_POPULATE_WRITE)
     return mapping
 
 
 def check_available(num_bytes: int) -> None:
-    """Raise ConfigError where the machine or the control group cannot hold `num_bytes` more."""
+    """Raise ConfigError if the machine or the control group cannot hold `num_bytes` more."""
     available = _available_bytes(_CONTROL_GROUP)
     if num_bytes > available:
         raise ConfigError(

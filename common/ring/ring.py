@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from common.actor.messages import SlotReady
-from common.errors import HeadraceError, SharedMemoryError, SlotSizeError
+from common.errors import HeadraceError, SlotSizeError
 from common.ring import memory
 from common.ring.layout import SlotHeader, SlotLayout
 
@@ -59,9 +59,7 @@ class Rows(NamedTuple):
 
 class _Ring:
     def __init__(self, fd: int, layout: SlotLayout, num_slots: int) -> None:
-        mapping = memory.attach(fd)
-        if len(mapping) != layout.ring_bytes(num_slots):
-            raise SharedMemoryError(f"ring memory: needed {layout.ring_bytes(num_slots)} bytes, found {len(mapping)}")
+        mapping = memory.attach(fd, "ring memory", layout.ring_bytes(num_slots))
         self.layout = layout
         self._num_slots = num_slots
         self._bytes = memoryview(mapping)  # torch holds the memoryview, so the map outlives every tensor
@@ -119,7 +117,7 @@ class WritableSlot(NamedTuple):
 
 
 class RingWriter(_Ring):
-    """A target's own ring."""
+    """A target's own ring, to fill."""
 
     def open(self, number: int, num_tokens: int, num_samples: int) -> WritableSlot:
         """Return views of slot `number` of the run for a batch of that size; SlotSizeError if it is too large."""
@@ -138,7 +136,7 @@ class ReadableSlot(NamedTuple):
 
 
 class RingReader(_Ring):
-    """A target's ring, seen by a drafter."""
+    """A target's ring, to read."""
 
     def open(self, index: int) -> ReadableSlot:
         """Return views of slot `index` of the ring; SlotHeaderError or SlotSizeError if its header is not valid."""

@@ -61,8 +61,8 @@ class Half:
 
     def __init__(self, stage: Stage, num_rows: int) -> None:
         config = stage.config
-        place = next(spec.record for spec in stage.topology.actors if spec.role == "target")
-        args = argparse.Namespace(run_dir=stage.run_dir, index=0, place=place, board_fd=stage.fds.board)
+        record = next(spec.record for spec in stage.topology.actors if spec.role == "target")
+        args = argparse.Namespace(run_dir=stage.run_dir, index=0, record=record, board_fd=stage.fds.board)
         self.actor = Actor("target", args)
         self.device = torch.device(config.targets.devices[0])
         self._dataset = Dataset.open(Path(config.data.path))

@@ -58,7 +58,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     faults.load(run_dir, f"drafter-{rank}")
     first_drafter = 3  # behind the exchange and two targets
-    actor = Actor("drafter", argparse.Namespace(run_dir=run_dir, index=rank, place=first_drafter + rank, board_fd=board_fd))
+    actor = Actor("drafter", argparse.Namespace(run_dir=run_dir, index=rank, record=first_drafter + rank, board_fd=board_fd))
     group = Group(actor, device)
     while True:
         try:

@@ -91,7 +91,7 @@ def actor(tmp_path: Path, exchange: SmallExchange, monkeypatch: pytest.MonkeyPat
     overrides += ["draft.tap_layers=[0, 1, 2, 3]", "ring.dtype=float32"]  # much to copy for few rows
     configuration.write(configuration.load(ROOT / "launch" / "configs" / "tiny.toml", overrides), tmp_path)
     board = memory.create("board", board_bytes(1))
-    actor = Actor("target", argparse.Namespace(run_dir=tmp_path, index=0, board_fd=board, place=0))
+    actor = Actor("target", argparse.Namespace(run_dir=tmp_path, index=0, board_fd=board, record=0))
     actor.join()
     yield actor
     actor.close()
