@@ -13,7 +13,6 @@ import itertools
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.bar import Bar
@@ -45,7 +44,7 @@ def describe(dataset: Dataset) -> str:
         ("tokens", f"{manifest.num_tokens:,}, at most {manifest.max_length:,} in a sample"),
         ("supervised", "not counted" if supervised is None else f"{supervised:,} ({supervised / manifest.num_tokens:.1%})"),
         ("fingerprint", manifest.fingerprint),
-        *_flatten(manifest.source),
+        *((name, str(value)) for name, value in manifest.source.items()),
     ]
     text = "\n".join(f"{name:<26} {value}" for name, value in lines)
     report = dataset.folder / "report.json"
@@ -106,13 +105,6 @@ def find_tokenizer(dataset: Dataset, model: Path | None) -> PreTrainedTokenizerB
     if model is None and (not isinstance(recorded, str) or not (Path(recorded) / "config.json").is_file()):
         return None
     return open_tokenizer((model or Path(str(recorded))).expanduser())
-
-
-def _flatten(source: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    lines: list[tuple[str, str]] = []
-    for key, value in source.items():
-        lines += _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", str(value))]
-    return lines
 
 
 def _inspect(arguments: argparse.Namespace) -> int:

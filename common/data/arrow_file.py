@@ -46,7 +46,7 @@ class Sample(NamedTuple):
 
 
 def row_checksum(sample: Sample) -> int:
-    """CRC-32 of the token ids and of the mask, one bit a token."""
+    """Return the CRC-32 of the token ids and of the mask, one bit a token."""
     return zlib.crc32(np.packbits(sample.loss_mask).tobytes(), zlib.crc32(sample.input_ids.tobytes()))
 
 
@@ -107,7 +107,7 @@ class ArrowFile:
         return int(self._table.num_rows)
 
     def lengths(self) -> Int32Array:
-        """int32 [num_rows], tokens per row, without touching the tokens."""
+        """Return int32 [num_rows], tokens per row, without touching the tokens."""
         if "length" not in self._table.schema.names:
             return self._list_lengths("input_ids")
         lengths: Int32Array = self._table["length"].to_numpy()
@@ -143,7 +143,7 @@ class ArrowFile:
 
     @property
     def _is_named(self) -> bool:
-        """A category column that holds anything but text means something else."""
+        """Tell a text category from a column of that name that means something else."""
         return "category" in self._table.schema.names and self._table["category"].type in (pa.string(), pa.large_string())
 
     def _list_lengths(self, name: str) -> Int32Array:

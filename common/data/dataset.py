@@ -59,17 +59,17 @@ class Dataset:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of all samples in order, whatever files they are cut into."""
+        """Return the SHA-256 of all samples in order, whatever files they are cut into."""
         return self.manifest.fingerprint
 
     @property
     def lengths(self) -> Int32Array:
-        """int32 [num_samples], tokens per sample, without touching the tokens. DataError as `read`."""
+        """Return int32 [num_samples], tokens per sample, without touching the tokens. DataError as `read`."""
         return np.concatenate([self._open_file(file).lengths() for file in range(len(self._ends))])
 
     @property
     def categories(self) -> list[str]:
-        """The category of every sample, "" where it has none. DataError as `read`."""
+        """Return the category of every sample, "" where it has none. DataError as `read`."""
         return [category for file in range(len(self._ends)) for category in self._open_file(file).categories()]
 
     def rows_of(self, file: int) -> range:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -61,21 +62,6 @@ def key_of(script: Script, settings: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-class Written(NamedTuple):
-    """Counts of a file of answers."""
-
-    num_rows: int = 0
-    num_finished: int = 0
-    num_with_ids: int = 0
-    num_tokens: int = 0  # of the answers whose ids are known
-
-    def with_row(self, row: Row) -> "Written":
-        """Count one row more."""
-        sizes = [len(part["answer_ids"]) for part in row.get("answers", [row]) if "answer_ids" in part]
-        new = 1, int(row["finished"]), int(bool(sizes)), sum(sizes)
-        return Written(*(count + more for count, more in zip(self, new, strict=True)))
-
-
 class AnswerFile:
     """JSON lines with a `key` each, appended as they come, put in order at the end.
 
@@ -102,22 +88,23 @@ class AnswerFile:
         self._file.write(_encode({"key": key, **row}) + b"\n")
         self._file.flush()
 
-    def finish(self, keys: Iterable[str]) -> Written:
-        """Write the rows of these keys in this order, as far as they are there."""
+    def finish(self, keys: Iterable[str]) -> Counter[str]:
+        """Write the rows of these keys in this order, as far as they are there; count rows, finished, with_ids, tokens."""
         self.close()
         aside = self._out.with_name(f".{self._out.name}.new")
-        written = Written()
+        counts: Counter[str] = Counter()
         with aside.open("wb") as sink:
-            for key in keys:
-                if key in self._offsets:
-                    line = self._read_line(key)
-                    sink.write(line)
-                    written = written.with_row(json.loads(line))
+            for key in (key for key in keys if key in self._offsets):
+                line = self._read_line(key)
+                sink.write(line)
+                row = json.loads(line)
+                sizes = [len(part["answer_ids"]) for part in row.get("answers", [row]) if "answer_ids" in part]
+                counts.update(rows=1, finished=int(row["finished"]), with_ids=int(bool(sizes)), tokens=sum(sizes))
             sink.flush()
             os.fsync(sink.fileno())
         aside.replace(self._out)
         self._partial.unlink()
-        return written
+        return counts
 
     def close(self) -> None:
         """Close <out>.partial and keep it for the next time."""
@@ -130,7 +117,7 @@ class AnswerFile:
             return file.readline()
 
     def _find_rows(self, path: Path) -> None:
-        """A last line that a kill cut short is cut off."""
+        """Index the rows of a file; a last line that a kill cut short is cut off."""
         offset = 0
         with path.open("rb") as file:
             for line in file:

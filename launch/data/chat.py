@@ -38,17 +38,9 @@ def load_tokenizer(folder: Path, template: Path | None = None) -> PreTrainedToke
     return tokenizer
 
 
-def render(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[Message],
-    *,
-    generation_prompt: bool,
-    tools: list[dict[str, Any]] | None = None,
-    settings: dict[str, Any] | None = None,
-) -> list[int]:
-    """Return the token ids of `render_text`."""
-    text = render_text(tokenizer, messages, generation_prompt=generation_prompt, tools=tools, settings=settings)
-    return tokenize(tokenizer, [text])[0]
+def render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], **options: Any) -> list[int]:
+    """Return the token ids of `render_text`, which has the options."""
+    return tokenize(tokenizer, [render_text(tokenizer, messages, **options)])[0]
 
 
 def render_text(

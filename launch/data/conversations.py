@@ -40,11 +40,7 @@ class Conversation(NamedTuple):
 
 
 class RuleError(Exception):
-    """The row falls under a rule that drops it."""
-
-    def __init__(self, rule: Dropped) -> None:
-        super().__init__(str(rule))
-        self.rule = rule
+    """The row falls under a rule that drops it: the rule is the message."""
 
 
 def read_row(raw: object, aliases: dict[str, str] = ALIASES) -> Conversation | Outcome:
@@ -61,7 +57,7 @@ def read_row(raw: object, aliases: dict[str, str] = ALIASES) -> Conversation | O
             messages.pop()  # no answer follows
         return Conversation(messages, read_tools(row), row.get("finished") is not False, changed, category)
     except RuleError as error:
-        return Outcome([], error.rule)
+        return Outcome([], Dropped(str(error)))
 
 
 def parse_row(raw: object) -> dict[str, Any]:
@@ -208,7 +204,7 @@ def _read_extras(turn: dict[str, Any]) -> Message:
 
 
 def _read_tool_calls(value: object) -> list[dict[str, Any]]:
-    """Arguments become objects: servers parse them before the template sees them."""
+    """Make objects of the arguments: servers parse them before the template sees them."""
     calls = _parsed(value)
     if not isinstance(calls, list):
         raise RuleError(Dropped.BAD_TOOL_CALLS)
@@ -225,7 +221,7 @@ def _read_tool_calls(value: object) -> list[dict[str, Any]]:
 
 
 def _without_nulls(value: dict[str, Any]) -> dict[str, Any]:
-    """Writers of tables give every object all keys that any has, with null."""
+    """Drop keys with null: writers of tables give every object all keys that any has."""
     return {key: item for key, item in value.items() if item is not None}
 
 
@@ -238,7 +234,7 @@ def _parsed(value: object) -> object:
 
 
 def _check_text(value: object) -> None:
-    """A lone surrogate survives JSON, but no tokenizer takes it."""
+    """Raise RuleError for a lone surrogate: it survives JSON, but no tokenizer takes it."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -246,7 +242,7 @@ def _check_text(value: object) -> None:
 
 
 def _without_leading_answers(messages: list[Message]) -> tuple[list[Message], Changed | None]:
-    """An answer to nothing is not as it was served; what follows the first question is."""
+    """Drop answers before the first question: an answer to nothing is not as it was served."""
     roles = [message["role"] for message in messages]
     if "assistant" not in roles:
         raise RuleError(Dropped.NO_ANSWER)

@@ -31,13 +31,7 @@ class Settings(NamedTuple):
     assistant_roles: list[str]  # names of the assistant beside the known ones
 
 
-class Converted(NamedTuple):
-    """The outcomes of a chunk."""
-
-    outcomes: list[Outcome]
-    num_bytes: int
-
-
+Converted = tuple[list[Outcome], int]  # the outcomes of a chunk, and its bytes of the file
 Convert = Callable[[Iterable[Chunk]], Iterator[Converted]]
 
 
@@ -57,7 +51,7 @@ class Converter:
 
     def convert(self, chunk: Chunk) -> Converted:
         """Convert every row to its samples, or to the rule that drops it."""
-        return Converted([self._convert_row(row) for row in chunk.rows], chunk.num_bytes)
+        return [self._convert_row(row) for row in chunk.rows], chunk.num_bytes
 
     def _convert_row(self, raw: object) -> Outcome:
         read = read_row(raw, self._aliases)

@@ -12,7 +12,7 @@ Ranges = list[tuple[int, int]]  # first row, and the row after the last
 
 
 class Damage(NamedTuple):
-    """What is wrong with a file; its unusable rows are none, some or all of the file's."""
+    """The difference that was found in a file, and the rows it makes unusable: none, some or all of the file's."""
 
     file: str
     found: str

@@ -17,7 +17,7 @@ import lzma
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -66,7 +66,7 @@ class Chunk(NamedTuple):
 
 
 def parse_input(text: str) -> Input:
-    """PATH[,weight=W][,rows=N], for argparse."""
+    """Parse PATH[,weight=W][,rows=N], for argparse."""
     path, *settings = text.split(",")
     try:
         given = dict(setting.split("=") for setting in settings)
@@ -143,7 +143,7 @@ def _read_file(path: Path) -> Iterator[Chunk]:
         raise DataError(f"{path}: cannot be read to its end: {error}") from error
 
 
-def _open(path: Path, raw: BinaryIO) -> Any:
+def _open(path: Path, raw: Any) -> Any:
     """Return the text of a file, decompressed. DataError where it is no text in UTF-8."""
     start = raw.read(6)
     raw.seek(0)

@@ -85,7 +85,7 @@ def _to_script(row: dict[str, Any]) -> Script:
 
 
 def _with_gaps(messages: list[Message]) -> list[Message | None]:
-    """A gap for every recorded answer to a question, and one at the end of a conversation that waits for it."""
+    """Leave a gap for every recorded answer to a question, and one at the end of a conversation that waits for it."""
     turns: list[Message | None] = []
     has_question = False
     for message in messages:

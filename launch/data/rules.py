@@ -109,7 +109,7 @@ def check_all(outcome: Outcome, limits: Limits) -> Outcome:
 
 
 def _has_pair(sample: Sample) -> bool:
-    """A block needs a supervised token after a supervised one."""
+    """Return whether a block can be drafted at all: a supervised token after a supervised one."""
     return bool((sample.loss_mask[:-1] & sample.loss_mask[1:]).any())
 
 
@@ -117,13 +117,12 @@ class Tally:
     """Counts rows by rule and samples by length."""
 
     def __init__(self) -> None:
-        self.num_rows_in = self.num_rows_kept = self.num_samples = self.num_tokens = self.num_supervised_tokens = 0
+        self.num_rows_in = self.num_rows_kept = self.num_supervised_tokens = 0
         self.reasons: Counter[Reason] = Counter()
         self.refusals: Counter[str] = Counter()
-        self._lengths: list[int] = []
+        self.lengths: list[int] = []
 
     def count(self, outcome: Outcome) -> None:
-        """Count one row that was read."""
         self.num_rows_in += 1
         self.num_rows_kept += bool(outcome.samples)
         if outcome.reason is not None:
@@ -132,13 +131,11 @@ class Tally:
             is_named = outcome.refusal in self.refusals or len(self.refusals) < _MAX_REFUSALS
             self.refusals[outcome.refusal if is_named else "for other reasons"] += 1
         for sample in outcome.samples:
-            self.num_samples += 1
-            self.num_tokens += len(sample.input_ids)
             self.num_supervised_tokens += int(sample.loss_mask.sum())
-            self._lengths.append(len(sample.input_ids))
+            self.lengths.append(len(sample.input_ids))
 
     def as_json(self) -> dict[str, Any]:
-        """Return all counts, for report.json."""
+        """Return the content of report.json."""
         rules: dict[str, dict[str, int]] = {"changed": {}, "dropped": {}}
         for reason, count in self.reasons.most_common():
             rules["dropped" if isinstance(reason, Dropped) else "changed"][str(reason)] = count
@@ -147,11 +144,11 @@ class Tally:
             "rows_kept": self.num_rows_kept,
             **rules,
             "refusals": dict(self.refusals.most_common()),
-            "samples": self.num_samples,
-            "tokens": self.num_tokens,
+            "samples": len(self.lengths),
+            "tokens": sum(self.lengths),
             "supervised_tokens": self.num_supervised_tokens,
             "truncated_share": self.reasons[Changed.TRUNCATED] / max(1, self.num_rows_kept),
-            "samples_by_length": histogram(np.array(self._lengths, np.int32)),
+            "samples_by_length": histogram(np.array(self.lengths, np.int32)),
         }
 
 

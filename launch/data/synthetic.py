@@ -24,17 +24,21 @@ def write_synthetic(config: Config, folder: Path) -> None:
     The first quarter of a sample is its prompt, the rest is supervised.
 
     Raises:
-        ConfigError: a number or a length is too small, or the vocabulary is too small for a cycle.
+        ConfigError: the shortest is longer than the longest, or the vocabulary is too small for a cycle.
     """
     synthetic = config.data.synthetic
     assert synthetic is not None
-    _check(synthetic, config.shape.vocab_size)
+    shortest, longest, vocab_size = synthetic.min_length, synthetic.max_length, config.shape.vocab_size
+    if shortest > longest:
+        raise ConfigError(f"data.synthetic.min_length: needed at most data.synthetic.max_length {longest}, found {shortest}")
+    if vocab_size <= CYCLE_LENGTH:
+        raise ConfigError(f"data.synthetic: needed a vocabulary of more than {CYCLE_LENGTH} ids, found {vocab_size}")
     for stream, (split, num_samples) in enumerate({"train": synthetic.num_samples, "eval": synthetic.num_eval_samples}.items()):
         source = {
             "made_by": "launch.data.synthetic",
             "split": split,
             "seed": config.seed,
-            "vocab_size": config.shape.vocab_size,
+            "vocab_size": vocab_size,
             "mask_token_id": config.draft.mask_token_id,
             **msgspec.to_builtins(synthetic),
         }
@@ -42,17 +46,6 @@ def write_synthetic(config: Config, folder: Path) -> None:
             shutil.rmtree(folder / split, ignore_errors=True)
             with DatasetWriter(folder / split, source) as writer:
                 _write(config, synthetic, num_samples, _generator(config.seed, stream + 1), writer)
-
-
-def _check(synthetic: SyntheticConfig, vocab_size: int) -> None:
-    shortest, longest = synthetic.min_length, synthetic.max_length
-    if not 2 <= shortest <= longest:
-        raise ConfigError(f"data.synthetic.min_length: needed 2 to data.synthetic.max_length {longest}, found {shortest}")
-    for key, count in (("num_samples", synthetic.num_samples), ("num_eval_samples", synthetic.num_eval_samples)):
-        if count < 1:
-            raise ConfigError(f"data.synthetic.{key}: needed at least 1, found {count}")
-    if vocab_size <= CYCLE_LENGTH:
-        raise ConfigError(f"data.synthetic: needed a vocabulary of more than {CYCLE_LENGTH} ids, found {vocab_size}")
 
 
 def _is_there(folder: Path, source: dict[str, Any]) -> bool:
@@ -75,7 +68,7 @@ def _write(
 
 
 def _make_cycles(seed: int, vocab_size: int, mask_token_id: int) -> npt.NDArray[np.int32]:
-    """int32 [cycles, CYCLE_LENGTH], no id twice, never the mask id."""
+    """Return int32 [cycles, CYCLE_LENGTH], no id twice, never the mask id."""
     ids = np.delete(np.arange(vocab_size, dtype=np.int32), mask_token_id)
     num_cycles = min(MAX_CYCLES, len(ids) // CYCLE_LENGTH)
     chosen = _generator(seed, 0).permutation(ids)[: num_cycles * CYCLE_LENGTH]

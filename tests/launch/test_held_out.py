@@ -35,8 +35,8 @@ def write_set(folder: Path, seed: int, count: int, categories: list[str]) -> str
     with DatasetWriter(folder, {}) as writer:
         for number in range(count):
             category = categories[number % len(categories)]
-            places = np.arange(random.integers(12, 40)) * CYCLES.get(category, 1) + random.integers(8)
-            writer.add(places % 8 + (8 if category == "down" else 0), np.arange(len(places)) >= len(places) // 4, category)
+            offsets = np.arange(random.integers(12, 40)) * CYCLES.get(category, 1) + random.integers(8)
+            writer.add(offsets % 8 + (8 if category == "down" else 0), np.arange(len(offsets)) >= len(offsets) // 4, category)
     return str(folder)
 
 
@@ -140,7 +140,7 @@ def test_status_shows_the_best_checkpoint(config: Path, run: LaunchedRun) -> Non
 
 
 def test_rank_0_dies_while_it_saves_the_best(config: Path, run: LaunchedRun, tmp_path: Path) -> None:
-    """What was measured lives on in the other rank, and so does the best checkpoint."""
+    """The measurement is kept by the other rank, and so is the best checkpoint."""
     settings = (*SETTINGS, "plan.epochs=3", "checkpoint.every_steps=100", 'drafters.devices=["cpu", "cpu"]')
     assert run.start(*settings, config=config).end() == 0, run.log_tails()
     disturbed = LaunchedRun(tmp_path / "disturbed")

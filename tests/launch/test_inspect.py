@@ -1,4 +1,4 @@
-"""What a person sees of a data set."""
+"""The command that shows a data set."""
 
 import io
 import json

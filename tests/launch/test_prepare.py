@@ -69,15 +69,15 @@ def test_the_last_rows_are_held_out(model: Path, tmp_path: Path) -> None:
     assert read_report(tmp_path / "train")["written"] == {"train": 7, "eval": 3}
 
 
-def test_a_conversation_of_several_rows_is_never_on_both_sides(model: Path, tmp_path: Path) -> None:
+def test_a_conversation_of_several_rows_is_never_in_both_sets(model: Path, tmp_path: Path) -> None:
     rows: list[Any] = [
         {"answers": [{"prompt_ids": [1, n], "answer_ids": [7, 8]}, {"prompt_ids": [2, n], "answer_ids": [7, 9]}]}
         for n in range(5)
     ]
     assert run(model, tmp_path, rows, *held_out(tmp_path, 3)) == 0
     parts = [Dataset.open(tmp_path / split) for split in ("train", "eval")]
-    sides = [{int(part.read(row).input_ids[1]) for row in range(part.num_samples)} for part in parts]
-    assert sides == [{0, 1, 2}, {3, 4}]
+    ids = [{int(part.read(row).input_ids[1]) for row in range(part.num_samples)} for part in parts]
+    assert ids == [{0, 1, 2}, {3, 4}]
     assert parts[1].num_samples == 4
 
 

@@ -142,7 +142,7 @@ def test_what_was_answered_is_not_answered_again(
 def test_prompts_are_taken_window_by_window(
     model: tuple[Path, PreTrainedTokenizerBase], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is in memory does not grow with their number."""
+    """Memory does not grow with their number."""
     folder, tokenizer = model
     monkeypatch.setattr(regenerate, "WINDOW_BATCHES", 1)
     taken: list[str] = []
@@ -169,7 +169,7 @@ def test_a_category_is_handed_on(model: tuple[Path, PreTrainedTokenizerBase], tm
     assert [row.get("category") for row in run(model[0], str(path), tmp_path / "out.jsonl")] == ["maths", None, None]
 
 
-def test_the_dtype_is_that_of_the_files_unless_another_is_asked_for(
+def test_the_dtype_is_that_of_the_files_unless_another_is_given(
     model: tuple[Path, PreTrainedTokenizerBase], tmp_path: Path
 ) -> None:
     """Answers of one type are not taken for those of another."""

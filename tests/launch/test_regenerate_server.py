@@ -63,7 +63,7 @@ def test_exact_ids_are_kept_where_the_server_returns_them(tmp_path: Path, ids: A
     assert [message["content"] for message in second["messages"]] == ["a", "re: a", "b", "re: b"]
 
 
-def test_a_server_that_fails_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_fails_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.sleep", lambda _: None)
     with CompletionServer(failures=(503, 429, 0, 500)) as server:
         assert run(server, write_rows(tmp_path, [{"prompt": "a"}]), "--concurrency", "1") == 0

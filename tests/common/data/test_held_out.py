@@ -38,7 +38,7 @@ def test_ids_run_on_from_set_to_set(data: DataConfig) -> None:
     assert held_out.num_samples == 8
     assert [int(held_out.read(sample_id).input_ids[0]) for sample_id in range(8)] == list(range(8))
     located = [held_out.locate(sample_id) for sample_id in range(8)]
-    assert located == [(name, place) for name, found in CATEGORIES.items() for place in range(len(found))]
+    assert located == [(name, index) for name, found in CATEGORIES.items() for index in range(len(found))]
     assert held_out.groups() == [(name, category) for name, found in CATEGORIES.items() for category in found]
     assert held_out.read(4).category == "stories"
 

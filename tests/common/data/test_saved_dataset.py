@@ -45,10 +45,10 @@ def test_the_first_id_outside_a_vocabulary_is_found_in_its_row(tmp_path: Path, k
 
 
 @pytest.mark.parametrize("mask", [pa.list_(pa.bool_()), pa.large_list(pa.int64()), pa.list_(pa.uint8())])
-@pytest.mark.parametrize("place", [None, 0, 2, 3])
-def test_one_supervised_token_is_enough(tmp_path: Path, mask: pa.DataType, place: int | None) -> None:
-    rows: list[Row] = [([1, 2], [0, int(row == place)]) for row in range(4)]
-    assert Dataset.open(save_set(tmp_path / "set", rows, mask=mask)).has_supervised_token() is (place is not None)
+@pytest.mark.parametrize("index", [None, 0, 2, 3])
+def test_one_supervised_token_is_enough(tmp_path: Path, mask: pa.DataType, index: int | None) -> None:
+    rows: list[Row] = [([1, 2], [0, int(row == index)]) for row in range(4)]
+    assert Dataset.open(save_set(tmp_path / "set", rows, mask=mask)).has_supervised_token() is (index is not None)
 
 
 def test_the_fingerprint_follows_the_librarys(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a row says, in every form that people write it in; and the rule that drops what cannot be read."""
+"""Rows in every form that people write them in, and the rules that drop those that cannot be read."""
 
 import json
 from typing import Any
@@ -138,7 +138,7 @@ def test_what_cannot_be_read_has_a_name(row: object, rule: Dropped) -> None:
     assert rule_of(row) is rule
 
 
-def test_a_name_of_the_assistant_can_be_told() -> None:
+def test_a_name_of_the_assistant_can_be_given() -> None:
     row = {"messages": [HI, {"role": "Qwen3-8B", "content": "Hello"}]}
     assert read_row(row, {"qwen3-8b": "assistant"}) == Conversation([HI, HELLO])
 
@@ -262,7 +262,7 @@ def test_reasons_of_refusals_are_bounded() -> None:
     assert len(tally.refusals) == 21 and tally.refusals["for other reasons"] == 980
 
 
-def test_a_render_that_rewrites_answers_is_told_to_need_exact_ids() -> None:
+def test_a_render_that_rewrites_answers_needs_exact_ids() -> None:
     tally = Tally()
     tally.count(Outcome([], Dropped.NO_ANSWER))
     assert "launch.regenerate" not in format_report(tally.as_json())

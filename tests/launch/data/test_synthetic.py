@@ -29,7 +29,7 @@ def read_successors(dataset: Dataset) -> dict[int, set[int]]:
     return successors
 
 
-def test_the_asked_numbers_and_lengths_come_out(tmp_path: Path) -> None:
+def test_the_configured_numbers_and_lengths_come_out(tmp_path: Path) -> None:
     settings = ["min_length=3", "max_length=9", "num_samples=200", "num_eval_samples=50"]
     config, train, held_out = make(tmp_path, *[f"data.synthetic.{setting}" for setting in settings])
     assert (train.num_samples, held_out.num_samples) == (200, 50)
@@ -38,7 +38,7 @@ def test_the_asked_numbers_and_lengths_come_out(tmp_path: Path) -> None:
         for sample_id in range(dataset.num_samples):
             sample = dataset.read(sample_id)
             length = len(sample.input_ids)
-            assert sample.loss_mask.tolist() == [place >= length // 4 for place in range(length)]
+            assert sample.loss_mask.tolist() == [index >= length // 4 for index in range(length)]
             assert sample.input_ids.min() >= 0
             assert sample.input_ids.max() < config.shape.vocab_size
             assert config.draft.mask_token_id not in sample.input_ids
@@ -85,8 +85,11 @@ def test_a_damaged_set_is_made_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.synthetic.min_length=1", r"data\.synthetic\.min_length: needed 2 to data\.synthetic\.max_length 64, found 1"),
-        ("data.synthetic.min_length=65", r"data\.synthetic\.min_length: needed 2 to data\.synthetic\.max_length 64, found 65"),
+        ("data.synthetic.min_length=1", r"data\.synthetic\.min_length: needed at least 2, found 1"),
+        (
+            "data.synthetic.min_length=65",
+            r"data\.synthetic\.min_length: needed at most data\.synthetic\.max_length 64, found 65",
+        ),
         ("data.synthetic.num_samples=0", r"data\.synthetic\.num_samples: needed at least 1, found 0"),
         ("data.synthetic.num_eval_samples=0", r"data\.synthetic\.num_eval_samples: needed at least 1, found 0"),
     ],
