@@ -25,7 +25,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from common import config as configuration
-from common.config import Config
+from common.config import Config, DType
 from common.errors import DataError
 from common.run_dir import EXPORT
 from launch.arguments import parse_device, run_command
@@ -192,7 +192,7 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
 def _configure(options: argparse.Namespace) -> tuple[Config, Path]:
     """Return the configuration, and the drafter's folder."""
     if options.run is None:
-        dtype = options.dtype or ("float32" if options.device.type == "cpu" else "bfloat16")
+        dtype: DType = options.dtype or ("float32" if options.device.type == "cpu" else "bfloat16")
         return config_of_folders(options.model.expanduser(), options.draft.expanduser(), dtype), options.draft.expanduser()
     config = configuration.read(options.run)
     drafter = options.draft.expanduser() if options.draft else options.run / EXPORT
