@@ -28,7 +28,7 @@ from common import config as configuration
 from common.config import Config, DType
 from common.errors import DataError
 from common.run_dir import EXPORT
-from launch.arguments import parse_device, run_command
+from launch.arguments import make_parser, parse_device, run_command
 from launch.data.chat import load_tokenizer
 from launch.decoding.answer import Decoding, Limits
 from launch.decoding.cases import Case, file_cases, first_of_each_category, held_out_cases, typed_case
@@ -150,7 +150,7 @@ def _print(table: Table) -> None:
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("evaluate", __doc__)
     add = parser.add_argument
     add("run", type=Path, nargs="?", metavar="RUN", help="run directory")
     add("--model", type=Path, metavar="DIR", help="a target instead of a run's; with --draft")

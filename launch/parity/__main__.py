@@ -19,23 +19,20 @@ fault, not the folder's: give the engine's target as --model beside the run.
 Exit code 0: the same; 1: something differs; 2: bad input.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 import msgspec
 import torch
 
-from launch.arguments import parse_device, run_command
+from launch.arguments import make_parser, parse_device, run_command
 from launch.parity.report import format_report
 from launch.parity.request import Request, answer
 
 
 def parse(argv: list[str] | None) -> tuple[Request, bool]:
     """Read the command line; return the request, and whether the answer is to be JSON."""
-    parser = argparse.ArgumentParser(
-        prog="python -m launch.parity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("parity", __doc__)
     parser.add_argument("subject", type=Path, metavar="RUN|DIR", help="run directory or a drafter's folder")
     parser.add_argument("--reference", metavar="WHAT", help="training, a run directory or a drafter's folder")
     parser.add_argument("--model", type=Path, metavar="TARGET", help="the engine's target (default: that of the run)")
