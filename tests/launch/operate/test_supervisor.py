@@ -79,6 +79,23 @@ def test_restarts_are_counted_per_actor(fds: SharedFds, tmp_path: Path) -> None:
     supervisor._channel.close()
 
 
+def test_an_actor_that_starts_outlives_a_request_for_its_stacks(tmp_path: Path) -> None:
+    """The run directory has no config.json, so the first actor that is far enough refuses its input."""
+    rings = [memory.create("ring", TOPOLOGY.ring_bytes) for _ in range(TOPOLOGY.num_rings)]
+    fds = SharedFds(rings, memory.create("control", TOPOLOGY.table_bytes), memory.create("board", TOPOLOGY.board_bytes))
+    supervisor = make_supervisor(fds, tmp_path)
+    before = signal.getsignal(signal.SIGUSR1)
+
+    def request_stacks() -> None:
+        for child in supervisor.children:
+            child.send(signal.SIGUSR1)
+
+    assert not supervisor.run(request_stacks)
+    assert supervisor.failure.endswith("ended with exit code 2")
+    assert {child.last_exit.code for child in supervisor.children if child.last_exit} <= {2, -signal.SIGKILL}
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
 def die(supervisor: Supervisor, fds: SharedFds, index: int, *, num_batches: int = 0, step: int = 0) -> str:
     """Let an incarnation show its figures and end; return why the run was given up."""
     child = supervisor.children[index]
