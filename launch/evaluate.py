@@ -25,10 +25,10 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from common import config as configuration
-from common.config import Config
+from common.config import Config, DType
 from common.errors import DataError
 from common.run_dir import EXPORT
-from launch.arguments import parse_device, run_command
+from launch.arguments import make_parser, parse_device, run_command
 from launch.data.chat import load_tokenizer
 from launch.decoding.answer import Decoding, Limits
 from launch.decoding.cases import Case, file_cases, first_of_each_category, held_out_cases, typed_case
@@ -150,7 +150,7 @@ def _print(table: Table) -> None:
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("evaluate", __doc__)
     add = parser.add_argument
     add("run", type=Path, nargs="?", metavar="RUN", help="run directory")
     add("--model", type=Path, metavar="DIR", help="a target instead of a run's; with --draft")
@@ -192,7 +192,7 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
 def _configure(options: argparse.Namespace) -> tuple[Config, Path]:
     """Return the configuration, and the drafter's folder."""
     if options.run is None:
-        dtype = options.dtype or ("float32" if options.device.type == "cpu" else "bfloat16")
+        dtype: DType = options.dtype or ("float32" if options.device.type == "cpu" else "bfloat16")
         return config_of_folders(options.model.expanduser(), options.draft.expanduser(), dtype), options.draft.expanduser()
     config = configuration.read(options.run)
     drafter = options.draft.expanduser() if options.draft else options.run / EXPORT

@@ -14,7 +14,7 @@ from common import config
 from common.acceptance import find_best
 from common.errors import CheckpointError
 from common.run_dir import CHECKPOINTS
-from launch.arguments import run_command
+from launch.arguments import make_parser, run_command
 from services.drafter.folder.checkpoint import checkpoint_folder, draft_identity, latest, load_weights
 from services.drafter.folder.engine_config import LayoutName
 from services.drafter.folder.export import export
@@ -58,7 +58,7 @@ def _export(arguments: argparse.Namespace) -> None:
 
 def main() -> int:
     """Read the command line; 0 done, 2 refused."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("export", __doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; an earlier export is replaced")
     which = parser.add_mutually_exclusive_group()

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from common.errors import SharedMemoryError
 from common.ring import memory
 
 _HEAD_BYTES = 128
@@ -57,11 +56,9 @@ class Board:
     """All records, to read. Only the supervisor calls the methods that write."""
 
     def __init__(self, fd: int, num_actors: int) -> None:
-        mapping = memory.attach(fd)
-        if len(mapping) != board_bytes(num_actors):
-            raise SharedMemoryError(f"board memory: needed {board_bytes(num_actors)} bytes, found {len(mapping)}")
-        self._group = np.frombuffer(memoryview(mapping), "<i8", count=1)
-        self._records = np.frombuffer(memoryview(mapping), _RECORD, count=num_actors, offset=_HEAD_BYTES)
+        view = memoryview(memory.attach(fd, "board memory", board_bytes(num_actors)))
+        self._group = np.frombuffer(view, "<i8", count=1)
+        self._records = np.frombuffer(view, _RECORD, count=num_actors, offset=_HEAD_BYTES)
 
     @property
     def group(self) -> int:
@@ -87,9 +84,8 @@ class Notices:
     """An actor's own record, to write."""
 
     def __init__(self, fd: int, index: int, pid: int) -> None:
-        self._record = np.frombuffer(
-            memoryview(memory.attach(fd)), _RECORD, count=1, offset=_HEAD_BYTES + index * _RECORD.itemsize
-        )
+        view = memoryview(memory.attach(fd))
+        self._record = np.frombuffer(view, _RECORD, count=1, offset=_HEAD_BYTES + index * _RECORD.itemsize)
         self._record["pid"] = pid
         self.progress()
 

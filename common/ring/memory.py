@@ -9,7 +9,7 @@ import mmap
 import os
 from pathlib import Path
 
-from common.errors import ConfigError
+from common.errors import ConfigError, SharedMemoryError
 
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
@@ -38,9 +38,16 @@ def create(name: str, num_bytes: int) -> int:
     return fd
 
 
-def attach(fd: int) -> mmap.mmap:
-    """Map all of the memory behind `fd`, shared and writable, with every page present."""
-    mapping = mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+def attach(fd: int, name: str = "memory", num_bytes: int | None = None) -> mmap.mmap:
+    """Map all of the memory behind `fd`, shared and writable, with every page present.
+
+    Raises:
+        SharedMemoryError: it is not of `num_bytes`.
+    """
+    size = os.fstat(fd).st_size
+    if num_bytes not in (None, size):
+        raise SharedMemoryError(f"{name}: needed {num_bytes} bytes, found {size}")
+    mapping = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
     mapping.madvise(_MADV_POPULATE_WRITE)
     return mapping
 

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from common.actor.messages import SlotReady
-from common.errors import HeadraceError, SharedMemoryError, SlotSizeError
+from common.errors import HeadraceError, SlotSizeError
 from common.ring import memory
 from common.ring.layout import SlotHeader, SlotLayout
 
@@ -59,9 +59,7 @@ class Rows(NamedTuple):
 
 class _Ring:
     def __init__(self, fd: int, layout: SlotLayout, num_slots: int) -> None:
-        mapping = memory.attach(fd)
-        if len(mapping) != layout.ring_bytes(num_slots):
-            raise SharedMemoryError(f"ring memory: needed {layout.ring_bytes(num_slots)} bytes, found {len(mapping)}")
+        mapping = memory.attach(fd, "ring memory", layout.ring_bytes(num_slots))
         self.layout = layout
         self._num_slots = num_slots
         self._bytes = memoryview(mapping)  # torch holds the memoryview, so the map outlives every tensor

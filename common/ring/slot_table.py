@@ -54,11 +54,7 @@ class SlotTable:
     """The records of all slots of all rings; slot s is slot s % num_slots of ring s // num_slots."""
 
     def __init__(self, fd: int, num_slots: int) -> None:
-        mapping = memory.attach(fd)
-        needed = table_bytes(num_slots)
-        if len(mapping) != needed:
-            raise SharedMemoryError(f"control memory: needed {needed} bytes for {num_slots} slots, found {len(mapping)}")
-        view = memoryview(mapping)
+        view = memoryview(memory.attach(fd, "control memory", table_bytes(num_slots)))
         self._magic = np.frombuffer(view, "<u8", count=1)
         self._records = np.frombuffer(view, _RECORD, count=num_slots, offset=memory.PAGE_BYTES)
 

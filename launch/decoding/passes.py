@@ -61,8 +61,8 @@ def check_cache(target: PreTrainedModel) -> float:
     model_type = target.config.model_type
     try:
         *with_cache, at_once = (logits - logits.mean(-1, keepdim=True) for logits in logits_of_passes(target, text))
-    except (TypeError, ValueError) as error:
-        raise ModelError(f"{model_type}: cannot be decoded with a cache: {error}") from error
+    except (TypeError, ValueError) as cause:
+        raise ModelError(f"{model_type}: cannot be decoded with a cache: {cause}") from cause
     error = max(float((logits - at_once).norm() / at_once.norm()) for logits in with_cache)
     if not error <= _LARGEST_ERROR:
         raise ModelError(

@@ -49,7 +49,7 @@ def test_a_line_that_was_never_an_object_is_named(tmp_path: Path, line: str) -> 
         list(read_metrics(tmp_path, "target-0"))
 
 
-def test_a_new_life_writes_on_and_a_whole_last_line_stays(tmp_path: Path) -> None:
+def test_a_new_incarnation_appends_and_a_whole_last_line_stays(tmp_path: Path) -> None:
     for batch in range(3):
         MetricsWriter(tmp_path, "target-0").write(batch=batch)
     assert metrics_path(tmp_path, "target-0").read_text() == '{"batch":0}\n{"batch":1}\n{"batch":2}\n'

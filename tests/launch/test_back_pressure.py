@@ -38,6 +38,6 @@ def test_the_verdict_names_the_slow_side(run: LaunchedRun, name: str, point: str
 
 
 def resident_bytes(run: LaunchedRun) -> int:
-    """Of all processes of the run together; shared memory counts in each."""
+    """Add up all processes of the run; shared memory counts in each."""
     pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in run.pids()]
     return sum(pages) * 4096

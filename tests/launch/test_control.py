@@ -1,4 +1,4 @@
-"""What an operator can see and do, through the real command, on one real run."""
+"""An operator sees and steers one real run through the real command."""
 
 import io
 import json
@@ -39,7 +39,7 @@ def long_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LaunchedRun]:
 
 
 class Said(NamedTuple):
-    """What a command came to."""
+    """Exit code and output of a command."""
 
     code: int
     out: str

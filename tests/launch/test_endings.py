@@ -1,4 +1,4 @@
-"""How a run ends, by real signals and real failures, and what its report says of it."""
+"""The ends of a run by real signals and real failures, and the report of each."""
 
 import fcntl
 import json
@@ -68,8 +68,8 @@ def test_the_first_ctrl_c_saves_and_the_second_ends_the_run_at_once(run: Launche
 def test_a_crash_loop_names_the_culprit_and_its_last_lines(run: LaunchedRun) -> None:
     run.start("supervision.max_restarts=1")
     run.wait_until((run.directory / "logs" / "target-0.log").exists)
-    for life in (1, 2):
-        run.wait_until(lambda life=life: run.log("target-0").count("model loaded") == life)  # type: ignore[misc]
+    for incarnation in (1, 2):
+        run.wait_until(lambda count=incarnation: run.log("target-0").count("model loaded") == count)  # type: ignore[misc]
         os.kill(run.pid("target-0"), signal.SIGKILL)
     assert run.end() == 1
     reason = "target-0 ended 2 times within 60 s, last with signal SIGKILL"
@@ -83,7 +83,7 @@ def test_a_crash_loop_names_the_culprit_and_its_last_lines(run: LaunchedRun) -> 
 
 
 def test_deaths_in_a_row_end_the_run_with_what_the_actor_said_last(run: LaunchedRun) -> None:
-    """However long each life lasts; of a death within its first forward nothing is left."""
+    """Deaths end the run however long each incarnation lasts; one that dies in its first forward leaves no output."""
     run.directory.mkdir()
     faults = {"target-0": [Fault("target.mid_forward")] * 3}
     (run.directory / "faults.json").write_bytes(msgspec.json.encode(faults))
@@ -141,7 +141,7 @@ def test_a_supervisor_that_fails_leaves_a_report_and_no_process(run: LaunchedRun
     run.wait_for_step(1)
     os.kill(run.pid("target-0"), signal.SIGKILL)
     (run.directory / "logs").rename(run.directory / "elsewhere")
-    (run.directory / "logs").write_text("in the way of the next life")
+    (run.directory / "logs").write_text("in the way of the next incarnation")
     assert run.end() == 1
     report = read_report(run)
     assert (report["cause"], report["actor"]) == ("supervisor failed", None)

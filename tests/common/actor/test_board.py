@@ -1,4 +1,4 @@
-"""The notice board: one writer a record, readable without asking."""
+"""The notice board: one writer per record, read without a message."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ def make_fd(num_actors: int) -> int:
     return memory.create("test-board", board_bytes(num_actors))
 
 
-def test_what_actors_write_is_read_place_by_place() -> None:
+def test_records_are_read_by_index() -> None:
     fd = make_fd(40)
     board = Board(fd, 40)
     began = time.monotonic()
@@ -33,7 +33,7 @@ def test_what_actors_write_is_read_place_by_place() -> None:
     os.close(fd)
 
 
-def test_drafters_read_the_life_of_their_group_and_who_has_come() -> None:
+def test_drafters_read_their_group_and_who_has_joined() -> None:
     fd = make_fd(3)
     board, notices = Board(fd, 3), Notices(fd, 2, pid=77)
     board.start_group(41)
@@ -60,8 +60,8 @@ def test_another_process_writes_its_record() -> None:
 def test_a_wipe_clears_the_record_and_starts_its_clock() -> None:
     fd = make_fd(2)
     board = Board(fd, 2)
-    for place in range(2):
-        Notices(fd, place, pid=place + 1).show_step(3, 8, 0.125)
+    for index in range(2):
+        Notices(fd, index, pid=index + 1).show_step(3, 8, 0.125)
     began = time.monotonic()
     board.wipe(0)
     assert board.read(0).progress_s >= began

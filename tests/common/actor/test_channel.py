@@ -121,10 +121,10 @@ def test_an_exchange_may_come_after_its_actor(address: str, channel: Channel) ->
 
 def test_an_exchange_that_dies_comes_back_under_the_same_address(address: str, channel: Channel) -> None:
     answers = []
-    for life in range(3):
+    for number in range(3):
         exchange = Exchange(address)
-        answers.append(channel.request(Next(life)))
-        exchange.receive_id(life + 1)  # dies with the requests in its hands
+        answers.append(channel.request(Next(number)))
+        exchange.receive_id(number + 1)  # dies with the requests in its hands
         exchange.die()
     exchange = Exchange(address)
     for request_id in (3, 1, 2):
@@ -191,7 +191,7 @@ def test_close_returns_where_its_thread_has_already_left(address: str, monkeypat
     assert not closing.is_alive()
 
 
-def test_a_thread_that_waits_is_told_of_the_close(exchange: Exchange, address: str) -> None:
+def test_a_thread_that_waits_is_woken_by_close(exchange: Exchange, address: str) -> None:
     channel = Channel(address, SENDER)
     errors: list[BaseException] = []
 

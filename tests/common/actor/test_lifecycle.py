@@ -29,7 +29,7 @@ RAISE_BESIDE = """
 ASK = "    actor.join()\n    ready(actor)\n    actor.ask(Next(0))"
 
 
-def test_a_life_that_comes_to_its_end(stage: Stage) -> None:
+def test_an_actor_that_is_done(stage: Stage) -> None:
     code, log = stage.run('    assert actor.args.extra == "word"\n    actor.metrics.write(step=1)\n    ready(actor)')
     assert code == EXIT_DONE == 0
     first, last = log.splitlines()
@@ -64,7 +64,7 @@ def test_a_run_directory_without_a_configuration_is_hopeless(stage: Stage) -> No
     assert code == EXIT_HOPELESS and "config.json: cannot be read" in log and "Traceback" not in log
 
 
-def test_an_actor_that_was_told_to_stop_ends_with_4(stage: Stage) -> None:
+def test_an_actor_that_was_stopped_ends_with_4(stage: Stage) -> None:
     body = "    ready(actor)\n    while not actor.stopping:\n        time.sleep(0.01)\n    raise StoppedError"
     child = stage.start(body)
     stage.wait_until_ready()
@@ -164,7 +164,7 @@ def test_a_thread_that_is_inside_torch_does_not_change_how_the_process_ends(stag
     assert log.endswith(" I stopped\n")
 
 
-def test_sigusr1_shows_all_stacks_and_the_life_goes_on(stage: Stage) -> None:
+def test_sigusr1_shows_all_stacks_and_the_actor_goes_on(stage: Stage) -> None:
     body = """
     def beside():
         ready(actor)
@@ -187,7 +187,7 @@ def log_has_stacks(log: Path) -> bool:
     return " in beside\n" in text and " in main\n" in text
 
 
-def test_the_start_time_tells_two_lives_of_a_pid_apart() -> None:
+def test_the_start_time_distinguishes_two_processes_of_a_pid() -> None:
     child = subprocess.Popen(["sleep", "600"])
     assert start_time(child.pid) >= start_time(os.getpid()) > 0
     assert start_time(child.pid) == start_time(child.pid)

@@ -67,7 +67,7 @@ def test_a_reply_comes_back(body: ReplyBody) -> None:
     assert messages.decode_reply(wire.encode(reply)) == reply
 
 
-def test_no_message_is_forgotten_above() -> None:
+def test_no_message_is_missing_from_the_lists() -> None:
     assert {type(body) for body in REQUESTS} == set(get_args(RequestBody))
     assert {type(body) for body in REPLIES} == set(get_args(ReplyBody))
 

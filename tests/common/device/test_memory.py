@@ -1,4 +1,4 @@
-"""What a process may have of a GPU follows its own limit; of a CPU nothing is told."""
+"""The memory that a process may have of a GPU follows its own limit."""
 
 import pytest
 import torch

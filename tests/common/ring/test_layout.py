@@ -61,11 +61,11 @@ def test_a_header_comes_back_as_it_was_written() -> None:
     assert slot.startswith(b"HEADRACE") and not any(slot[80:])
 
 
-@pytest.mark.parametrize("place", [0, 7, 8])
-def test_what_is_no_header_of_this_version_is_refused(place: int) -> None:
+@pytest.mark.parametrize("offset", [0, 7, 8])
+def test_what_is_no_header_of_this_version_is_refused(offset: int) -> None:
     slot = bytearray(HEADER_BYTES)
     HEADER.pack_into(memoryview(slot))
-    slot[place] ^= 1
+    slot[offset] ^= 1
     with pytest.raises(SlotHeaderError, match=r"slot header: needed b'HEADRACE' version 1, found b'.*' version \d"):
         SlotHeader.unpack_from(memoryview(slot))
 

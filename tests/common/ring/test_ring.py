@@ -57,13 +57,13 @@ def fill_slots(fd: int, layout: Layout) -> None:
         features = make_features(index)
         slot.hidden_states.copy_(features.transpose(0, 1) if layout == "split" else features)
         rows = make_rows(index)
-        for place, array in zip(slot.rows, rows, strict=True):
-            place[:] = array
+        for view, array in zip(slot.rows, rows, strict=True):
+            view[:] = array
         slot.seal(SlotHeader(b"p" * 16, index, index, TOKENS, 2, int(checksum(features)), rows.checksum()))
 
 
 def fill_slots_of(ring: Inherited, layout: Layout) -> None:
-    """The life of the writing process."""
+    """Run the writing process."""
     fill_slots(ring.fd, layout)
 
 
@@ -120,7 +120,7 @@ def test_views_keep_the_memory_mapped_after_ring_and_descriptor_are_gone(layout:
     os.close(fd)
     gc.collect()
     fd = make_ring(layout)
-    other = memory.attach(fd)  # would take the place of what was unmapped
+    other = memory.attach(fd)  # would be mapped at the same addresses
     os.close(fd)
     assert torch.equal(hidden_states.view(torch.int16), expected.view(torch.int16))
     assert input_ids.tolist() == list(range(103, 100 + TOKENS))
@@ -137,7 +137,7 @@ def test_memory_of_another_size_is_refused(layout: Layout) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "samples"), [(17, 2), (16, 3), (0, 1), (1, 0), (-1, 1)])
-def test_a_batch_that_does_not_fit_is_refused_by_both_sides(layout: Layout, tokens: int, samples: int) -> None:
+def test_a_batch_that_does_not_fit_is_refused_by_writer_and_reader(layout: Layout, tokens: int, samples: int) -> None:
     fd = make_ring(layout)
     writer, reader = (kind(fd, make_layout(layout), NUM_SLOTS) for kind in (RingWriter, RingReader))
     os.close(fd)
@@ -177,7 +177,7 @@ def test_an_exchange_of_two_row_arrays_changes_their_checksum() -> None:
 
 
 def test_only_a_sealed_slot_is_announced(layout: Layout) -> None:
-    """By its number in the run, of which the ring has its share, and the generation of its header."""
+    """The announcement has the slot's number in the run and the generation of its header."""
     fd = make_ring(layout)
     slot = RingWriter(fd, make_layout(layout), NUM_SLOTS).open(2 * NUM_SLOTS + 1, TOKENS, 2)
     sealed = slot.seal(SlotHeader(b"p" * 16, 7, 5, TOKENS, 2, 0, 0))

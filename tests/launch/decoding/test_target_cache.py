@@ -76,7 +76,7 @@ def test_a_target_that_counts_positions_from_the_start_of_a_pass_is_refused(
 
 
 def test_cache_layers_that_nobody_proved_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class UnheardOfLayer(DynamicLayer):
+    class UnheardOfLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """A layer of a later version of transformers."""
 
     _, target = make_target(tmp_path, "llama")

@@ -69,7 +69,7 @@ def test_a_copy_from_registered_memory_does_not_hold_up_the_host() -> None:
     unregister(host)
 
 
-def test_registering_twice_is_an_error_that_is_told_and_leaves_the_memory_usable() -> None:
+def test_registering_twice_is_an_error_and_leaves_the_memory_usable() -> None:
     host = map_memory(NUM_BYTES)
     page_lock(host)
     with pytest.raises(HeadraceError, match="67108864 bytes: needed to be registered once, found registered already"):
