@@ -72,11 +72,7 @@ class Preparation:
 
 
 def prepare(preparation: Preparation, convert: Convert, arguments: argparse.Namespace) -> None:
-    """Write the data sets; each appears complete or not at all, and the table as report.json beside the first.
-
-    Raises:
-        DataError: an input is unreadable, or no row is left for training.
-    """
+    """Write the data sets, each complete or not at all. DataError for an unreadable input, or no row left for training."""
     model = arguments.model.expanduser()
     source = {"made_by": "launch.prepare", "model": str(model), "vocabulary": fingerprint_vocabulary(model)}
     outs = {"train": arguments.out} | ({"eval": arguments.eval_out} if arguments.eval_out else {})
