@@ -29,11 +29,11 @@ import torch
 from common.errors import HeadraceError
 from launch.arguments import parse_device
 from launch.parity.report import format_report
-from launch.parity.request import Request, answer
+from launch.parity.request import answer
 
 
-def parse(argv: list[str] | None) -> tuple[Request, bool]:
-    """Read the command line; return the request, and whether the answer is to be JSON."""
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m launch.parity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -51,20 +51,20 @@ def parse(argv: list[str] | None) -> tuple[Request, bool]:
     for name in ("num_documents", "max_tokens", "threads"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')}: needed at least 1, found {getattr(arguments, name)}")
-    torch.set_num_threads(arguments.threads)
-    return Request(**{name: getattr(arguments, name) for name in Request._fields}), arguments.json
+    return arguments
 
 
 def main(argv: list[str] | None = None) -> int:
     """Read the command line and compare."""
-    request, as_json = parse(argv)
+    options = parse(argv)
+    torch.set_num_threads(options.threads)
     try:
-        report = answer(request)
+        report = answer(options)
     except HeadraceError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     as_text = msgspec.json.format(msgspec.json.encode(report), indent=2).decode()  # null for numbers that are not finite
-    print(as_text if as_json else format_report(report))
+    print(as_text if options.json else format_report(report))
     return 0 if report.same else 1
 
 
