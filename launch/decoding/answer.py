@@ -48,7 +48,7 @@ class Answer:
 
     @property
     def room(self) -> int:
-        """Tokens that may still come."""
+        """Return how many tokens may still come."""
         return 0 if self.tokens and self.tokens[-1] in self._stop_tokens else self._max_tokens - len(self.tokens)
 
     def add(self, tokens: Sequence[int]) -> int:

@@ -83,7 +83,7 @@ def _in_float32(config: Config, documents: list[Document]) -> Config:
 
 
 def _choose(offered: Blocks, documents: list[Document], cu_seqlens: NDArray[np.int64]) -> Blocks:
-    """Of the blocks that training would draft return those of the documents' anchors, and one that is padding."""
+    """Return the blocks of the documents' anchors among those that training would draft, and one that is padding."""
     wanted = [cu_seqlens[number] + row for number, document in enumerate(documents) for row in document.anchors]
     chosen = np.append(np.flatnonzero(np.isin(offered.anchors, wanted) & offered.valid), len(offered.valid) - 1)
     return replace(offered, **{name: value[chosen] for name, value in vars(offered).items()})
