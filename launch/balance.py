@@ -3,7 +3,7 @@
     python -m launch.balance CONFIG [--set KEY=VALUE ...]
 
 The first target device measures tokens per second over the batches of the plan, then the first drafter device measures
-the cost of a batch and of an anchor. The other devices of a side are taken to be alike. One device may be both.
+the cost of a batch and of an anchor. All targets are taken to be alike, and all drafters. One device may be both.
 Exit code 0: done; 2: bad configuration or input.
 """
 

@@ -48,12 +48,7 @@ _WIDTH, _ANSWER_WIDTH = 160, 56  # of tables, whatever the terminal; longer line
 def evaluate(config: Config, drafter: Path, cases: list[Case], left_out: Counter[str], options: argparse.Namespace) -> Report:
     """Decode every case both ways, print the first answers, and add everything up.
 
-    Args:
-        config: of the target and the draft model.
-        drafter: the folder of the drafter.
-        cases: to decode.
-        left_out: why rows of prompt files are no cases; turns that cannot be decoded are counted with them.
-        options: the command line.
+    `left_out` says why rows of prompt files are no cases; turns that cannot be decoded are counted with them.
 
     Raises:
         HeadraceError: the target or the drafter is missing or damaged, or nothing could be decoded.
@@ -80,11 +75,7 @@ def evaluate(config: Config, drafter: Path, cases: list[Case], left_out: Counter
 
 
 def describe_held_out(config: Config, drafter: Path, device: torch.device) -> list[str]:
-    """Count the acceptance on all held-out rows of the run, without decoding; return it as text.
-
-    Raises:
-        HeadraceError: the target, the drafter or the data are missing or damaged, or nothing is held out.
-    """
+    """Count the acceptance on all held-out rows of the run, without decoding; return it as text."""
     found = count_acceptance(config, load_drafter(drafter, config), device)
     return [
         f"held-out acceptance length             {found.acceptance:.3f} in {found.num_rounds:,} rounds",

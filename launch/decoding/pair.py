@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from common.config import ActorsConfig, Config, DataConfig, DraftConfig, DType, ModelConfig, PlanConfig, TargetsConfig
 from common.errors import CheckpointError
 from common.target_shape import TargetShape, read_target_shape
+from launch.decoding.difference import check_cache
 from launch.decoding.full_target import load_full_target
-from launch.decoding.passes import check_cache
 from services.drafter.folder.drafter_folder import Drafter, read_drafter, read_fitting_drafter
 from services.drafter.model.model import DraftModel
 

@@ -19,6 +19,7 @@ fault, not the folder's: give the engine's target as --model beside the run.
 Exit code 0: the same; 1: something differs; 2: bad input.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -27,11 +28,11 @@ import torch
 
 from launch.arguments import make_parser, parse_device, run_command
 from launch.parity.report import format_report
-from launch.parity.request import Request, answer
+from launch.parity.request import answer
 
 
-def parse(argv: list[str] | None) -> tuple[Request, bool]:
-    """Read the command line; return the request, and whether the answer is to be JSON."""
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
     parser = make_parser("parity", __doc__)
     parser.add_argument("subject", type=Path, metavar="RUN|DIR", help="run directory or a drafter's folder")
     parser.add_argument("--reference", metavar="WHAT", help="training, a run directory or a drafter's folder")
@@ -47,15 +48,14 @@ def parse(argv: list[str] | None) -> tuple[Request, bool]:
     for name in ("num_documents", "max_tokens", "threads"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')}: needed at least 1, found {getattr(arguments, name)}")
-    torch.set_num_threads(arguments.threads)
-    return Request(**{name: getattr(arguments, name) for name in Request._fields}), arguments.json
+    return arguments
 
 
-def _compare(parsed: tuple[Request, bool]) -> int:
-    request, as_json = parsed
-    report = answer(request)
+def _compare(options: argparse.Namespace) -> int:
+    torch.set_num_threads(options.threads)
+    report = answer(options)
     as_text = msgspec.json.format(msgspec.json.encode(report), indent=2).decode()  # null for numbers that are not finite
-    print(as_text if as_json else format_report(report))
+    print(as_text if options.json else format_report(report))
     return 0 if report.same else 1
 
 

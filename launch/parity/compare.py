@@ -27,27 +27,16 @@ class Deviation(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """The comparison of one stage.
-
-    Attributes:
-        stage: its name in STAGES.
-        same: nothing is further apart than its bound, and nothing is missing.
-        num_values: numbers compared.
-        num_differing: those further apart than their bound.
-        difference: the largest distance of two numbers.
-        bound: the bound of those two.
-        worst: the worst number of the first reading that differs; None where nothing does.
-        note: in words, a reading that one side lacks or that has another shape; then no numbers are compared.
-    """
+    """The comparison of one stage."""
 
     stage: str
     same: bool
     num_values: int = 0
-    num_differing: int = 0
-    difference: float = 0.0
-    bound: float = 0.0
-    worst: Deviation | None = None
-    note: str = ""
+    num_differing: int = 0  # further apart than their bound
+    difference: float = 0.0  # the largest distance of two numbers
+    bound: float = 0.0  # of the two
+    worst: Deviation | None = None  # of the first reading that differs
+    note: str = ""  # on a reading that is missing or of another shape; then no numbers are compared
 
 
 def compare_traces(needed: Trace, found: Trace) -> list[Verdict]:

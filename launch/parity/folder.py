@@ -22,53 +22,31 @@ _PREFIX = "model."
 
 
 class LayerKind(NamedTuple):
-    """The rows that a layer may see.
+    """The rows that a layer may see."""
 
-    Attributes:
-        window: W, rows of context and block that end with the query's own; 0 for all.
-        causal: inside the block.
-    """
-
-    window: int
-    causal: bool
+    window: int  # W, rows of context and block that end with the query's own; 0 for all
+    causal: bool  # inside the block
 
 
 class Rope(NamedTuple):
-    """The rotation of heads.
+    """The rotation of heads."""
 
-    Attributes:
-        inv_freq: float32 [D' / 2], radians per position; D' rotated channels, the first of each head.
-        scaling: factor of cosine and sine; 1 but for YaRN and its like.
-    """
-
-    inv_freq: Tensor
-    scaling: float
+    inv_freq: Tensor  # float32 [D' / 2], radians per position; D' rotated channels, the first of each head
+    scaling: float  # factor of cosine and sine; 1 but for YaRN and its like
 
 
 class Folder(NamedTuple):
-    """A drafter as an engine knows it.
-
-    Attributes:
-        path: of the folder.
-        content: config.json with the keys of the decoder at the top.
-        settings: under the names of DraftConfig and TargetShape (see services/drafter/folder/layouts.py).
-        foreign: settings that no drafter of ours has, one sentence each.
-        kinds: of every layer.
-        activation: of the MLP.
-        rope: by `rope_parameters`, as transformers 5 reads it.
-        older_rope: by the older keys, where config.json has both.
-        tensors: float32, under z-lab's names.
-    """
+    """A drafter as an engine knows it."""
 
     path: Path
-    content: dict[str, Any]
-    settings: dict[str, Any]
-    foreign: list[str]
-    kinds: list[LayerKind]
+    content: dict[str, Any]  # config.json with the keys of the decoder at the top
+    settings: dict[str, Any]  # under the names of DraftConfig and TargetShape
+    foreign: list[str]  # settings that no drafter of ours has, one sentence each
+    kinds: list[LayerKind]  # of every layer
     activation: str
-    rope: Rope
-    older_rope: Rope | None
-    tensors: dict[str, Tensor]
+    rope: Rope  # by `rope_parameters`, as transformers 5 reads it
+    older_rope: Rope | None  # by the older keys, where config.json has both
+    tensors: dict[str, Tensor]  # float32, under z-lab's names
 
 
 def read_folder(path: Path) -> Folder:

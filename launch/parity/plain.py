@@ -12,23 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
+from launch.parity import stages
 from launch.parity.folder import Folder, LayerKind, Rope
 from launch.parity.probe import Document, candidates
-from launch.parity.stages import (
-    FAR_POSITIONS,
-    FAR_ROW,
-    Angles,
-    Reading,
-    Readings,
-    Trace,
-    block_name,
-    collect,
-    document_readings,
-    far_readings,
-    head_readings,
-    layer_readings,
-    start_readings,
-)
+from launch.parity.stages import Angles, Reading, Readings, Trace
 from services.target.linear_attention import choose_kernels
 
 KeysValues = tuple[Tensor, Tensor]  # [a, heads, D] each
@@ -69,7 +56,7 @@ class PlainTarget:
 @torch.inference_mode()
 def run_plain(folder: Folder, target: PlainTarget, documents: list[Document]) -> Trace:
     """Compute every stage of every block of every document."""
-    return collect(_readings(folder, target, documents))
+    return stages.collect(_readings(folder, target, documents))
 
 
 def _readings(folder: Folder, target: PlainTarget, documents: list[Document]) -> Readings:
@@ -78,18 +65,20 @@ def _readings(folder: Folder, target: PlainTarget, documents: list[Document]) ->
         context = _norm(folder, taps.flatten(1) @ folder.tensors["fc.weight"].T, "hidden_norm")
         angles = _angles(folder, folder.rope, torch.arange(len(context)))
         cached = [_keys_values(folder, index, context, angles) for index in range(len(folder.kinds))]
-        yield from document_readings(number, candidates(document.loss_mask), taps, context, angles, cached)
+        yield from stages.document_readings(number, candidates(document.loss_mask), taps, context, angles, cached)
         hidden: dict[str, Tensor] = {}
         for anchor in document.anchors:
-            where = block_name(number, anchor)
+            where = stages.block_name(number, anchor)
             hidden[where] = yield from _read_block(folder, target, document, anchor, cached, where)
         rows = torch.cat([block[1:] for block in hidden.values()])  # one product: the head is large, and a block has few rows
         for where, logits in zip(
             hidden, torch.split(_head(folder, target, rows), folder.settings["block_size"] - 1), strict=True
         ):
-            yield from head_readings(where, logits, logits.argmax(1))
-    angles, older = (_angles(folder, rope, FAR_POSITIONS) for rope in (folder.rope, folder.older_rope or folder.rope))
-    yield from far_readings(angles, older, [visible(kind, FAR_ROW, folder.settings["block_size"]) for kind in folder.kinds])
+            yield from stages.head_readings(where, logits, logits.argmax(1))
+    angles, older = (_angles(folder, rope, stages.FAR_POSITIONS) for rope in (folder.rope, folder.older_rope or folder.rope))
+    yield from stages.far_readings(
+        angles, older, [visible(kind, stages.FAR_ROW, folder.settings["block_size"]) for kind in folder.kinds]
+    )
 
 
 def _read_block(
@@ -99,7 +88,7 @@ def _read_block(
     size = folder.settings["block_size"]
     tokens = torch.tensor([int(document.input_ids[anchor])] + [folder.settings["mask_token_id"]] * (size - 1))
     angles, rows = _angles(folder, folder.rope, torch.arange(anchor, anchor + size)), _embed(folder, target, tokens)
-    yield from start_readings(where, tokens, _labels(document, anchor, size), rows, angles, anchor)
+    yield from stages.start_readings(where, tokens, _labels(document, anchor, size), rows, angles, anchor)
     layers = []
     for index, kind in enumerate(folder.kinds):
         mask = visible(kind, anchor, size)
@@ -107,7 +96,7 @@ def _read_block(
         rows = _layer(folder, index, rows, angles, context, mask)
         layers.append((mask, torch.zeros(size, dtype=torch.bool), rows))
     output = _norm(folder, rows, "norm")
-    yield from layer_readings(where, layers, output)
+    yield from stages.layer_readings(where, layers, output)
     return output
 
 

@@ -25,13 +25,7 @@ from services.drafter.folder.drafter_folder import tensor_shapes
 
 
 class Reference(Protocol):
-    """A drafter that can be executed.
-
-    Attributes:
-        name: in words.
-        tensors: its weights by the names of z-lab's layout, float32.
-        tap_layers: target layers that it taps, zero-based.
-    """
+    """A drafter that can be executed: its name in words, weights under z-lab's names in float32, and zero-based tap layers."""
 
     @property
     def name(self) -> str: ...

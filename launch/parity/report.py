@@ -16,29 +16,17 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of the JSON.
-
-    Attributes:
-        same: no stage differs.
-        needed: the reference, in words.
-        found: the subject, in words.
-        first_difference: the stage of the fault.
-        cause: of the fault, in one sentence.
-        warnings: what seems wrong with the subject and cannot be decided by executing it.
-        num_blocks: blocks that both drafted.
-        accepted_per_block: on both sides.
-        stages: every stage compared, in the order of the forward.
-    """
+    """The content of the JSON."""
 
     same: bool
-    needed: str
-    found: str
-    first_difference: str | None
+    needed: str  # the reference, in words
+    found: str  # the subject, in words
+    first_difference: str | None  # the stage of the fault
     cause: str | None
-    warnings: list[str]
+    warnings: list[str]  # of what seems wrong with the subject and cannot be decided by executing it
     num_blocks: int
     accepted_per_block: Accepted
-    stages: list[Verdict]
+    stages: list[Verdict]  # in the order of the forward
 
 
 def count_accepted(drafts: Trace, labels: Trace) -> float:

@@ -1,13 +1,12 @@
 """From the command line to the two drafters that are compared, and the documents that they are executed on."""
 
+import argparse
 import contextlib
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
-import torch
 
 from common import config as configuration
 from common.config import Config, DraftConfig, ModelConfig
@@ -27,46 +26,22 @@ TRAINING = "training"  # the reference that is no folder
 LONGEST_MADE_UP = 200  # tokens, where the windows need more
 
 
-class Request(NamedTuple):
-    """The command line.
-
-    Attributes:
-        subject: a run directory or a drafter's folder.
-        reference: TRAINING, or another of the two kinds of folder; None for the run itself or TRAINING.
-        model: the target of the engine; None for that of the run.
-        data: a prepared data set; None for the run's evaluation samples, or made-up ids.
-        step: of the run's checkpoint; None for the newest.
-        num_documents: shared evenly among the evaluation sets.
-        max_tokens: of a document.
-        device: of the target.
-    """
-
-    subject: Path
-    reference: str | None
-    model: Path | None
-    data: Path | None
-    step: int | None
-    num_documents: int
-    max_tokens: int
-    device: torch.device
-
-
-def answer(request: Request) -> Report:
-    """Compare the drafters that a request names.
+def answer(options: argparse.Namespace) -> Report:
+    """Compare the drafters of a command line (see launch.parity.__main__).
 
     Raises:
         HeadraceError: something named is missing, unreadable, or does not fit the target.
     """
-    named = request.reference or (str(request.subject) if _is_run(request.subject) else TRAINING)
-    run = next((path for path in (Path(named), request.subject) if _is_run(path)), None)
-    with _subject_folder(request) as path:
+    named = options.reference or (str(options.subject) if _is_run(options.subject) else TRAINING)
+    run = next((path for path in (Path(named), options.subject) if _is_run(path)), None)
+    with _subject_folder(options) as path:
         folder = read_folder(path)
-    config = _make_config(folder, run, request.model)
+    config = _make_config(folder, run, options.model)
     _check_fits(folder, config)
-    documents = _choose_documents(request, folder, config)
-    reference = _make_reference(named, folder, config, request)
+    documents = _choose_documents(options, folder, config)
+    reference = _make_reference(named, folder, config, options)
     warnings = find_warnings(folder, config, documents)
-    return compare(reference, EngineDrafter(folder, config, request.device), documents, warnings)
+    return compare(reference, EngineDrafter(folder, config, options.device), documents, warnings)
 
 
 def _is_run(path: Path) -> bool:
@@ -74,29 +49,29 @@ def _is_run(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _subject_folder(request: Request) -> Iterator[Path]:
+def _subject_folder(options: argparse.Namespace) -> Iterator[Path]:
     """Yield the drafter's folder; of a run its export, or a temporary one of the step."""
-    run, step = request.subject, request.step
+    run: Path = options.subject
     if not _is_run(run):
         yield run
-    elif step is None and (run / "export").is_dir():
+    elif options.step is None and (run / "export").is_dir():
         yield run / "export"
     else:
-        checkpoint = export.find_checkpoint(run, step, best=False)
+        checkpoint = export.find_checkpoint(run, options.step, best=False)
         with tempfile.TemporaryDirectory() as made:
             folder = Path(made) / f"export of {checkpoint.name}"
             export.run(run, folder, checkpoint, "dflash")
             yield folder
 
 
-def _make_reference(named: str, folder: Folder, config: Config, request: Request) -> Reference:
+def _make_reference(named: str, folder: Folder, config: Config, options: argparse.Namespace) -> Reference:
     if _is_run(Path(named)):
-        return TrainedDrafter.of_run(Path(named), request.step, request.device)
+        return TrainedDrafter.of_run(Path(named), options.step, options.device)
     if named == TRAINING:
-        return TrainedDrafter.of_folder(folder, config, request.device)
+        return TrainedDrafter.of_folder(folder, config, options.device)
     other = read_folder(Path(named))
     _check_fits(other, config)
-    return EngineDrafter(other, config, request.device)
+    return EngineDrafter(other, config, options.device)
 
 
 def _make_config(folder: Folder, run: Path | None, model: Path | None) -> Config:
@@ -135,11 +110,11 @@ def _check_fits(folder: Folder, config: Config) -> None:
         raise CheckpointError(f"{folder.path} does not fit this target: {'; '.join(lines)}")
 
 
-def _choose_documents(request: Request, folder: Folder, config: Config) -> list[Document]:
+def _choose_documents(options: argparse.Namespace, folder: Folder, config: Config) -> list[Document]:
     """Return samples where there are any, else made-up ids that are long enough for a window to matter."""
     held_out = [Path(path).expanduser() for path in config.data.eval_sets.values()]
-    if sets := [request.data] if request.data else held_out:
-        share = -(-request.num_documents // len(sets))
-        return [document for path in sets for document in read_documents(path, share, request.max_tokens)]
+    if sets := [options.data] if options.data else held_out:
+        share = -(-options.num_documents // len(sets))
+        return [document for path in sets for document in read_documents(path, share, options.max_tokens)]
     window = max(kind.window for kind in folder.kinds) + 2 * folder.settings["block_size"]
     return make_documents(config.shape.vocab_size, {folder.settings["mask_token_id"]}, min(window, LONGEST_MADE_UP), seed=0)

@@ -33,17 +33,11 @@ Angles = tuple[Tensor, Tensor]  # cosine and sine, [rows, D] each
 
 
 class Reading(NamedTuple):
-    """One tensor of one stage.
+    """One tensor of one stage."""
 
-    Attributes:
-        where: its name, and the layer, block or document that it belongs to.
-        values: [R, C], float32, int64 or bool.
-        scale: float32 [R], to which the bound of a row is relative; None for the row's largest magnitude.
-    """
-
-    where: str
-    values: Tensor
-    scale: Tensor | None = None
+    where: str  # its name, and the layer, block or document that it belongs to
+    values: Tensor  # [R, C], float32, int64 or bool
+    scale: Tensor | None = None  # float32 [R], to which bounds are relative; None for a row's largest magnitude
 
 
 Readings = Iterator[tuple[str, Reading]]  # each with its stage

@@ -16,20 +16,9 @@ from torch import Tensor, nn
 
 from common.config import Config
 from launch.decoding.target_features import pack_features
+from launch.parity import stages
 from launch.parity.probe import Document
-from launch.parity.stages import (
-    FAR_POSITIONS,
-    FAR_ROW,
-    Readings,
-    Trace,
-    block_name,
-    collect,
-    document_readings,
-    far_readings,
-    head_readings,
-    layer_readings,
-    start_readings,
-)
+from launch.parity.stages import Readings, Trace
 from services.drafter.model.anchors import Blocks, all_blocks
 from services.drafter.model.attention import DenseAttention, KeysValues
 from services.drafter.model.batch import PackedBatch
@@ -53,13 +42,7 @@ class LayerCall(NamedTuple):
 
 @torch.inference_mode()
 def run_training(config: Config, weights: Mapping[str, Tensor], documents: list[Document], device: torch.device) -> Trace:
-    """Compute every stage of every block in float32.
-
-    Args:
-        config: of the run.
-        weights: by parameter name, float32.
-        documents: to run.
-        device: of the target; the draft model is on the CPU.
+    """Compute every stage of every block in float32; the draft model is on the CPU, the target on `device`.
 
     Raises:
         ModelError: the target cannot be read.
@@ -67,7 +50,7 @@ def run_training(config: Config, weights: Mapping[str, Tensor], documents: list[
     config = _in_float32(config, documents)
     model = DraftModel(config).eval()
     model.load_state_dict(weights)
-    return collect(_readings(model, config, documents, device))
+    return stages.collect(_readings(model, config, documents, device))
 
 
 def _readings(model: DraftModel, config: Config, documents: list[Document], device: torch.device) -> Readings:
@@ -83,9 +66,9 @@ def _readings(model: DraftModel, config: Config, documents: list[Document], devi
     rows = hidden.view(len(blocks.valid), config.draft.block_size, -1)
     for number, where in _valid_blocks(batch, blocks):
         yield from _block_readings(batch, blocks, calls, config, number, where, rows[number])
-        yield from head_readings(where, rows[number, 1:] @ head.T, drafts[number])
-    angles = rotation(FAR_POSITIONS, model.head_dim, model.rope_theta)
-    yield from far_readings(angles, angles, _far_masks(model, config.draft.block_size))
+        yield from stages.head_readings(where, rows[number, 1:] @ head.T, drafts[number])
+    angles = rotation(stages.FAR_POSITIONS, model.head_dim, model.rope_theta)
+    yield from stages.far_readings(angles, angles, _far_masks(model, config.draft.block_size))
 
 
 def _in_float32(config: Config, documents: list[Document]) -> Config:
@@ -101,7 +84,7 @@ def _in_float32(config: Config, documents: list[Document]) -> Config:
 
 
 def _choose(offered: Blocks, documents: list[Document], cu_seqlens: NDArray[np.int64]) -> Blocks:
-    """Of the blocks that training would draft return those of the documents' anchors, and one that is padding."""
+    """Return the blocks of the documents' anchors among those that training would draft, and one that is padding."""
     wanted = [cu_seqlens[number] + row for number, document in enumerate(documents) for row in document.anchors]
     chosen = np.append(np.flatnonzero(np.isin(offered.anchors, wanted) & offered.valid), len(offered.valid) - 1)
     return replace(offered, **{name: value[chosen] for name, value in vars(offered).items()})
@@ -132,7 +115,7 @@ def _document_readings(model: DraftModel, batch: PackedBatch, offered: Blocks, c
         rows = slice(*batch.cu_seqlens[number : number + 2])
         angles = rotation(batch.position_ids[rows], model.head_dim, model.rope_theta)
         cached = [(key.transpose(0, 1)[rows], value.transpose(0, 1)[rows]) for key, value in (call.context for call in calls)]
-        yield from document_readings(number, is_anchor[rows], batch.hidden_states[rows], context[rows], angles, cached)
+        yield from stages.document_readings(number, is_anchor[rows], batch.hidden_states[rows], context[rows], angles, cached)
 
 
 def _block_readings(
@@ -143,23 +126,23 @@ def _block_readings(
     tokens = torch.tensor([int(blocks.anchor_tokens[number])] + [config.draft.mask_token_id] * (size - 1))
     labels = torch.from_numpy(np.where(blocks.label_mask[number], blocks.labels[number], -1))
     anchor, angles = int(blocks.anchors[number]), (first.angles[0][rows], first.angles[1][rows])
-    yield from start_readings(where, tokens, labels, first.inputs[rows], angles, anchor - start)
+    yield from stages.start_readings(where, tokens, labels, first.inputs[rows], angles, anchor - start)
     own = torch.zeros(first.mask.shape[1], dtype=torch.bool)
     own[start:anchor] = own[len(batch.input_ids) :][rows] = True
     masks = [call.mask[rows] for call in calls]
     layers = [(mask[:, own], (mask & ~own).any(1), call.outputs[rows]) for mask, call in zip(masks, calls, strict=True)]
-    yield from layer_readings(where, layers, output)
+    yield from stages.layer_readings(where, layers, output)
 
 
 def _far_masks(model: DraftModel, block_size: int) -> Iterator[Tensor]:
-    anchors = BlockAnchors(np.array([FAR_ROW]), np.zeros(1, np.int64), np.ones(1, np.bool_))
+    anchors = BlockAnchors(np.array([stages.FAR_ROW]), np.zeros(1, np.int64), np.ones(1, np.bool_))
     for window in model.windows:
         runs = key_runs(anchors, block_size, window, np.arange(block_size))
-        yield DenseAttention(runs, FAR_ROW, block_size, CPU).mask
+        yield DenseAttention(runs, stages.FAR_ROW, block_size, CPU).mask
 
 
 def _valid_blocks(batch: PackedBatch, blocks: Blocks) -> Iterator[tuple[int, str]]:
     """Yield the number and the name of every block that is not padding."""
     for number in np.flatnonzero(blocks.valid):
         document = int(blocks.documents[number])
-        yield int(number), block_name(document, int(blocks.anchors[number] - batch.cu_seqlens[document]))
+        yield int(number), stages.block_name(document, int(blocks.anchors[number] - batch.cu_seqlens[document]))

@@ -1,4 +1,4 @@
-"""What a person types after a run: launch.export and launch.evaluate, on the tiny random target."""
+"""launch.export and launch.evaluate as typed after a run, on the tiny random target."""
 
 import json
 import re

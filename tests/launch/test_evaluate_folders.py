@@ -116,13 +116,13 @@ def test_drafters_that_cannot_be_used(
     content.pop(key, None)
     (tmp_path / "draft/config.json").write_text(json.dumps(content))
     (tmp_path / "draft/model.safetensors").symlink_to(folders / "draft/model.safetensors")
-    asked = ["--model", str(folders / "model"), "--draft", str(tmp_path / "draft"), "--prompt", "Sing."]
-    assert evaluate.main(asked) == 2
+    words = ["--model", str(folders / "model"), "--draft", str(tmp_path / "draft"), "--prompt", "Sing."]
+    assert evaluate.main(words) == 2
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("words", "message"),
     [
         ([], "needed either RUN, or --model and --draft"),
         (["run", "--model", "m", "--draft", "d"], "needed either RUN, or --model and --draft"),
@@ -136,9 +136,9 @@ def test_drafters_that_cannot_be_used(
         (["run", "--prompt", "x", "--prompts", "y"], "not allowed with"),
     ],
 )
-def test_command_lines_that_make_no_sense(asked: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_lines_that_make_no_sense(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        evaluate.main(asked)
+        evaluate.main(words)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 

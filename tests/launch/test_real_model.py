@@ -60,23 +60,23 @@ def check_agreement(run_dir: Path, trained: dict[str, Any], out: Path) -> None:
     _, weights = load_weights(checkpoint, draft_identity(config))
     model = DraftModel(config)
     model.load_state_dict(weights)
-    walked = count_acceptance(config, model, CPU)
-    assert msgspec.to_builtins(walked) | {"step": trained["step"]} == trained  # bit for bit
+    counted = count_acceptance(config, model, CPU)
+    assert msgspec.to_builtins(counted) | {"step": trained["step"]} == trained  # bit for bit
 
     export.run(run_dir, out, checkpoint, "dflash")
     served = load_drafter(out, config)
     rounded = count_acceptance(config, served, CPU)
-    assert abs(rounded.acceptance - walked.acceptance) <= 0.02  # float32 was trained: bfloat16 changes a draft here and there
+    assert abs(rounded.acceptance - counted.acceptance) <= 0.02  # float32 was trained: bfloat16 changes a draft here and there
 
     target = load_full_target(config, CPU)
     held_out = HeldOut.open(config.data)
     features = TargetFeatures(config, CPU, torch.float32)  # as decoding has them, not as the ring sends them
     samples = [held_out.read(sample_id) for sample_id in range(NUM_DECODED)]
-    same = [decode_equals_walk(config, target, features, served, sample) for sample in samples]
+    same = [decode_equals_count(config, target, features, served, sample) for sample in samples]
     assert sum(same) >= NUM_DECODED - 2
 
 
-def decode_equals_walk(config: Config, target: Any, features: TargetFeatures, draft: DraftModel, sample: Sample) -> bool:
+def decode_equals_count(config: Config, target: Any, features: TargetFeatures, draft: DraftModel, sample: Sample) -> bool:
     """Round by round, of every length. False where greedy decoding no longer gives the recorded answer, which a batch made."""
     start = int(sample.loss_mask.argmax())
     prompt, answer = sample.input_ids[:start].tolist(), sample.input_ids[start:].tolist()
@@ -87,6 +87,6 @@ def decode_equals_walk(config: Config, target: Any, features: TargetFeatures, dr
     if plain != answer:
         return False
     batch = features.pack(make_rows([sample.input_ids], [sample.loss_mask], [0], len(sample.input_ids)))
-    walked = evaluate_batch(draft, *load_embedding_and_head(config, CPU), batch, config)[0]
-    assert np.bincount(drafted.accepted, minlength=config.draft.block_size).tolist() == walked.tolist()
+    counted = evaluate_batch(draft, *load_embedding_and_head(config, CPU), batch, config)[0]
+    assert np.bincount(drafted.accepted, minlength=config.draft.block_size).tolist() == counted.tolist()
     return True

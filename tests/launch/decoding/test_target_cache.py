@@ -10,7 +10,7 @@ from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer
 
 from common.errors import ModelError
-from launch.decoding.passes import check_cache
+from launch.decoding.difference import check_cache
 from launch.decoding.target_cache import TargetCache
 from tests.builders.cache_rounds import float64_everywhere, largest_error
 from tests.builders.small_decodings import KINDS, PROMPTS, TARGETS

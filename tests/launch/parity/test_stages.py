@@ -1,4 +1,4 @@
-"""How launch.parity compares numbers, and that it sees faults in the code of training as well as in files."""
+"""Bounds and mismatches of traces, documents, and faults in the code of training: launch.parity names all of them."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_a_bound_is_relative_to_its_row() -> None:
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
-def test_what_is_not_a_number_is_a_fault_even_on_both_sides(broken: float) -> None:
+def test_what_is_not_a_number_is_a_fault_even_where_both_agree(broken: float) -> None:
     (verdict,) = compare_traces(taps([[1.0, 2.0]]), taps([[1.0, broken]]))
     assert (verdict.num_differing, verdict.difference) == (1, float("inf"))
     (verdict,) = compare_traces(taps([[float("nan"), 2.0]]), taps([[float("nan"), 2.0]]))
@@ -122,12 +122,12 @@ def test_faults_in_the_code_of_training(
 ) -> None:
     run = make_run(tmp_path / "run")
 
-    def both_ways(places: BlockAnchors, block_size: int, window: int, rows: Ints) -> KeyRuns:
-        runs = key_runs(places, block_size, window, rows)
+    def both_ways(anchors: BlockAnchors, block_size: int, window: int, rows: Ints) -> KeyRuns:
+        runs = key_runs(anchors, block_size, window, rows)
         return runs._replace(own_end=(rows // block_size + 1) * block_size)
 
-    def leaky(places: BlockAnchors, block_size: int, window: int, rows: Ints) -> KeyRuns:
-        return key_runs(places._replace(starts=places.starts * 0), block_size, window, rows)
+    def leaky(anchors: BlockAnchors, block_size: int, window: int, rows: Ints) -> KeyRuns:
+        return key_runs(anchors._replace(starts=anchors.starts * 0), block_size, window, rows)
 
     def off_by_one(layers: Any, tap_layers: list[int]) -> Capture:
         return Capture(layers, [max(layer - 1, 0) for layer in tap_layers])
