@@ -24,10 +24,14 @@ else:
         import fla  # type: ignore[import-not-found]  # noqa: F401
 
 
+WHOLE_RUN_FIXTURES = {"run", "long_run", "reference", "small_reference", "undisturbed", "undisturbed_three", "warm_trials"}
+WHOLE_RUN_FILES = {"test_river", "test_demo", "test_bootstrap", "test_real_model", "test_smollm2", "test_processes"}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked `gpu` where there is no CUDA device."""
-    if torch.cuda.is_available():
-        return
+    """Skip tests marked `gpu` where there is no CUDA device, and mark those that start whole runs."""
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if not torch.cuda.is_available() and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+        if WHOLE_RUN_FIXTURES & set(getattr(item, "fixturenames", ())) or item.path.stem in WHOLE_RUN_FILES:
+            item.add_marker(pytest.mark.whole_run)

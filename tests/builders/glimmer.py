@@ -1,4 +1,4 @@
-"""Run a drafter by transformers' own model of the DFlash family, `muse_glimmer_assistant`: other names, same mathematics.
+"""A drafter in transformers' own model of the DFlash family, `muse_glimmer_assistant`: other names, same mathematics.
 
 `fc` and `hidden_norm` are `encoder.fc` and `encoder.output_norm_enc` there; all other names agree. Two things differ, and are
 handed to it instead of left to it. Its sliding layers look both ways inside a block, and the key W rows away is still seen

@@ -11,7 +11,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from common.metrics import read_metrics
+from tests.builders.warm_start import WarmProcess
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIG = ROOT / "launch" / "configs" / "tiny.toml"
@@ -27,26 +30,36 @@ class LaunchedRun:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.stdout = self.stderr = ""
-        self._process: subprocess.Popen[str] | None = None
+        self._stdout, self._stderr = (Path(f"{directory}.{name}") for name in ("stdout", "stderr"))
+        self._process: subprocess.Popen[bytes] | WarmProcess | None = None
 
-    def start(self, *overrides: str, config: Path = CONFIG, flags: tuple[str, ...] = ()) -> "LaunchedRun":
-        """Start and return at once; later overrides win."""
-        line = [sys.executable, "-m", "launch.start_all", str(config), "--run-dir", str(self.directory), *flags]
+    def start(
+        self, *overrides: str, config: Path = CONFIG, flags: tuple[str, ...] = (), is_cold: bool = torch.cuda.is_available()
+    ) -> "LaunchedRun":
+        """Start and return at once; later overrides win. A cold start does its imports itself, a warm one is a fork."""
+        arguments = [str(config), "--run-dir", str(self.directory), *flags]
         settings = [*(SHORT if config == CONFIG else []), *overrides]
-        line += ["--set", *settings] if settings else []
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(line, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+        arguments += ["--set", *settings] if settings else []
+        self._stdout.unlink(missing_ok=True)
+        self._stderr.unlink(missing_ok=True)
+        if not is_cold:
+            self._process = WarmProcess(arguments, ROOT, self._stdout, self._stderr)
+            return self
+        line = [sys.executable, "-m", "launch.start_all", *arguments]
+        with self._stdout.open("wb") as stdout, self._stderr.open("wb") as stderr:
+            self._process = subprocess.Popen(line, cwd=ROOT, stdout=stdout, stderr=stderr)
         return self
 
     def end(self) -> int:
-        """Wait; returns the exit code as `subprocess` gives it."""
+        """Wait; return the exit code as `subprocess` gives it."""
         assert self._process is not None
         try:
-            self.stdout, self.stderr = self._process.communicate(timeout=DEADLINE_S)
+            code = self._process.wait(timeout=DEADLINE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             raise
-        return self._process.returncode
+        self.stdout, self.stderr = self._stdout.read_text(), self._stderr.read_text()
+        return code
 
     def signal(self, signum: signal.Signals) -> None:
         """Signal the supervisor."""
@@ -54,10 +67,11 @@ class LaunchedRun:
         self._process.send_signal(signum)
 
     def pids(self, name: str = "") -> list[int]:
-        """The living processes of the run, or those of one actor such as `target-0`."""
-        role, _, index = name.partition("-")
-        wanted = f"services.{role} --run-dir {self.directory} --index {index or 0} " if name else str(self.directory)
-        return [pid for pid in _all_pids() if wanted in _command_line(pid)]
+        """Return the living processes of the run, or those of one actor such as `target-0`, by the file they print to."""
+        printed = {pid: _target(Path(f"/proc/{pid}/fd/1")) for pid in _all_pids()}
+        if name:
+            return [pid for pid, path in printed.items() if path == str(self.directory / "logs" / f"{name}.log")]
+        return [pid for pid, path in printed.items() if path.startswith(str(self.directory))]
 
     def pid(self, name: str) -> int:
         """The pid of an actor; waits where it is being restarted."""
@@ -81,13 +95,13 @@ class LaunchedRun:
         """End the supervisor; its actors end with it."""
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
-            self._process.communicate()
+            self._process.wait()
 
     def wait_until_gone(self, memory: set[tuple[int, int]]) -> None:
         """Return when no process of the run is left and nobody holds its memory."""
         deadline = time.monotonic() + DEADLINE_S
         while self.pids() or memory & open_files():
-            assert time.monotonic() < deadline, [_command_line(pid) for pid in self.pids()]
+            assert time.monotonic() < deadline, self.pids()
             time.sleep(0.01)
 
     def losses(self, rank: int = 0) -> dict[int, float]:
@@ -115,7 +129,7 @@ class LaunchedRun:
         return (self.directory / "export" / "model.safetensors").read_bytes()
 
     def log(self, name: str) -> str:
-        """All that an actor printed, over all its lives."""
+        """All that an actor printed, over all its incarnations."""
         return (self.directory / "logs" / f"{name}.log").read_text()
 
     def logged_s(self, name: str, text: str) -> list[float]:
@@ -123,8 +137,8 @@ class LaunchedRun:
         lines = [line for line in self.log(name).splitlines() if text in line]
         return [datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp() for line in lines]
 
-    def num_lives(self, name: str) -> int:
-        """How many times an actor started."""
+    def num_incarnations(self, name: str) -> int:
+        """Count the starts of an actor."""
         return len(re.findall(rf"---- {name} started, pid \d+ ----", self.log(name)))
 
     def log_tails(self) -> str:
@@ -146,7 +160,7 @@ def shared_memory(pid: int) -> dict[str, Path]:
 
 
 def identity(path: Path) -> tuple[int, int]:
-    """What names a file, also one without a name: device and inode."""
+    """Return device and inode, which identify a file, also one without a name."""
     status = path.stat()
     return status.st_dev, status.st_ino
 
@@ -171,10 +185,3 @@ def _target(link: Path) -> str:
 
 def _all_pids() -> list[int]:
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and int(entry.name) != os.getpid()]
-
-
-def _command_line(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    except OSError:
-        return ""

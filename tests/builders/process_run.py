@@ -1,7 +1,7 @@
 """A run of real processes without a model: an exchange, targets and drafters that any signal may end.
 
 The hidden states of a batch are its number. A drafter's record is a file with one line per batch taken,
-which also is its checkpoint: a new life goes on behind the last line.
+which also is its checkpoint: a new incarnation continues after the last line.
 """
 
 import multiprocessing
@@ -45,9 +45,7 @@ from common.ring.ring import RingReader, RingWriter, Rows
 from common.ring.slot_table import table_bytes
 from common.run_dir import exchange_address
 from tests.builders.small_runs import make_config
-
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["tests.builders.process_run"])
+from tests.builders.warm_start import FORKS
 
 
 class Inherited(NamedTuple):
@@ -82,7 +80,7 @@ def _join(run_dir: Path, role: str, index: int) -> tuple[Channel, bytes]:
     return channel, welcome.plan_hash
 
 
-def target_life(run_dir: Path, index: int, rings: list[Inherited]) -> None:
+def run_target(run_dir: Path, index: int, rings: list[Inherited]) -> None:
     """Fill slots until killed, token by token, so that a kill finds slots half full."""
     config = configuration.read(run_dir)
     writer = RingWriter(rings[index].fd, SlotLayout.of(config), config.ring.num_slots)
@@ -99,14 +97,14 @@ def target_life(run_dir: Path, index: int, rings: list[Inherited]) -> None:
             time.sleep(0.0005)
         number = np.full(num_tokens, lease.info.batch)
         rows = Rows(number, number % 2, number, ends, np.array(lease.sample_ids))
-        for place, array in zip(slot.rows, rows, strict=True):
-            place[:] = array
+        for view, array in zip(slot.rows, rows, strict=True):
+            view[:] = array
         sums = int(checksum(slot.hidden_states)), rows.checksum()
         slot.seal(SlotHeader(plan_hash, lease.generation, lease.info.batch, num_tokens, len(lease.sample_ids), *sums))
         channel.ask(Ready(lease.slot, lease.generation), lambda: True)
 
 
-def drafter_life(run_dir: Path, rank: int, rings: list[Inherited]) -> None:
+def run_drafter(run_dir: Path, rank: int, rings: list[Inherited]) -> None:
     """Take batches from behind the last line of the record to the end of the sequence."""
     config = configuration.read(run_dir)
     layout, slots = SlotLayout.of(config), config.ring.num_slots
@@ -130,7 +128,7 @@ def drafter_life(run_dir: Path, rank: int, rings: list[Inherited]) -> None:
     channel.close()
 
 
-LIVES = {"target": target_life, "drafter": drafter_life}
+ROLES = {"target": run_target, "drafter": run_drafter}
 
 
 class ProcessRun:
@@ -194,13 +192,13 @@ class ProcessRun:
             time.sleep(0.002)
 
     def start(self, role: str, index: int) -> None:
-        """The next life of an actor."""
-        process = FORKS.Process(target=LIVES[role], args=(self.run_dir, index, self.rings), daemon=True)
+        """Start the next incarnation of an actor."""
+        process = FORKS.Process(target=ROLES[role], args=(self.run_dir, index, self.rings), daemon=True)
         process.start()
         self.actors[role, index] = process
 
     def kill(self, role: str, index: int) -> None:
-        """End an actor as `kill -9` does, report it once it is dead, start its next life."""
+        """End an actor as `kill -9` does, report it once it is dead, start its next incarnation."""
         if role == "exchange":
             self.exchange.kill()
             self.exchange.wait()

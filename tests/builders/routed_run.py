@@ -15,9 +15,9 @@ from common.actor.messages import (
 )
 from common.config import Config
 from common.ring.slot_table import SlotState
-from tests.builders.small_runs import life, make_plan, make_router, make_table
+from tests.builders.small_runs import make_incarnation, make_plan, make_router, make_table
 
-TARGET, DRAFTER, SUPERVISOR = life("target"), life("drafter"), life("supervisor")
+TARGET, DRAFTER, SUPERVISOR = make_incarnation("target"), make_incarnation("drafter"), make_incarnation("supervisor")
 # One target, one drafter: batches 0 and 1 are held out, 2 to 7 are trained on, 8 and 9 are held out, none is padding.
 
 

@@ -37,7 +37,7 @@ class Content(NamedTuple):
 
 
 class Memory:
-    """What is in the slots, and which live actor uses which: two users of a slot are the error that must not be."""
+    """The content of the slots, and the live actor that uses each: two users of a slot are the error that must not be."""
 
     def __init__(self) -> None:
         self.contents: dict[int, Content] = {}
@@ -50,12 +50,12 @@ class Memory:
     def leave(self, slot: int, user: Incarnation) -> None:
         assert self.users.pop(slot) == user
 
-    def bury(self, dead: Incarnation) -> None:
+    def forget(self, dead: Incarnation) -> None:
         self.users = {slot: user for slot, user in self.users.items() if user != dead}
 
 
 class Peer:
-    """One life of an actor, with the requests that wait for an answer; sent again at every turn."""
+    """One incarnation of an actor, with its unanswered requests, which are sent again at every turn."""
 
     def __init__(self, who: Incarnation) -> None:
         self.who = who
@@ -70,12 +70,12 @@ class Peer:
         return [Request(number, self.who, body) for number, body in self.pending.items()]
 
     def take(self, reply: Reply) -> None:
-        asked = self.pending.pop(reply.id, None)
-        if asked is not None:
-            self.answered(asked, reply.body)
+        sent = self.pending.pop(reply.id, None)
+        if sent is not None:
+            self.answered(sent, reply.body)
 
-    def answered(self, asked: RequestBody, body: ReplyBody) -> None:
-        assert isinstance(asked, ActorDied) and isinstance(body, Done)
+    def answered(self, sent: RequestBody, body: ReplyBody) -> None:
+        assert isinstance(sent, ActorDied) and isinstance(body, Done)
 
     def act(self, rng: random.Random) -> None:
         pass
@@ -92,7 +92,7 @@ class SimulatedTarget(Peer):
         self.refused = False
         self.ask(Hello(PROTOCOL_VERSION))
 
-    def answered(self, asked: RequestBody, body: ReplyBody) -> None:
+    def answered(self, sent: RequestBody, body: ReplyBody) -> None:
         match body:
             case Lease(slot, generation, info, sample_ids):
                 assert (info, sample_ids) == (self.plan.info(info.batch), self.plan.sample_ids(info.batch))
@@ -100,8 +100,8 @@ class SimulatedTarget(Peer):
                 self.leases.append(body)
                 self.held.add((slot, generation))
             case Done() | Stale():
-                assert isinstance(asked, SlotReady)  # Stale: its Done was lost and the slot has gone on
-                self.held.remove((asked.slot, asked.generation))
+                assert isinstance(sent, SlotReady)  # Stale: its Done was lost and the slot has gone on
+                self.held.remove((sent.slot, sent.generation))
             case Refused():
                 self.refused = True
             case _:
@@ -132,9 +132,9 @@ class SimulatedDrafter(Peer):
         self.taken: list[int] = []
         self.ask(Hello(PROTOCOL_VERSION))
 
-    def answered(self, asked: RequestBody, body: ReplyBody) -> None:
+    def answered(self, sent: RequestBody, body: ReplyBody) -> None:
         match body:
-            case Stale() if isinstance(asked, Release):  # its Done was lost and the slot has gone on
+            case Stale() if isinstance(sent, Release):  # its Done was lost and the slot has gone on
                 self.ask(Next(self.batch))
             case Welcome() | Done():
                 self.ask(Next(self.batch))
@@ -151,7 +151,7 @@ class SimulatedDrafter(Peer):
                 assert self.batch >= self.plan.num_batches
                 self.finished = True
             case _:
-                raise AssertionError(f"{asked}: {body}")
+                raise AssertionError(f"{sent}: {body}")
 
     def act(self, rng: random.Random) -> None:
         if self.copying is None or rng.random() < 0.5:

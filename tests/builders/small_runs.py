@@ -96,6 +96,6 @@ def make_router(config: Config, plan: Plan, table: SlotTable) -> Router:
     return Router(plan, PLAN_HASH, Leases(table, config.num_targets), config.num_drafters)
 
 
-def life(role: str, index: int = 0, number: int = 1) -> Incarnation:
-    """The `number`-th life of an actor."""
+def make_incarnation(role: str, index: int = 0, number: int = 1) -> Incarnation:
+    """Return the `number`-th incarnation of an actor."""
     return Incarnation(role, index, 1000 * number + {"target": 100, "drafter": 200, "supervisor": 300}[role] + index, number)

@@ -1,4 +1,4 @@
-"""What of a sample is supervised, as text."""
+"""The supervised part of a sample as text."""
 
 import itertools
 

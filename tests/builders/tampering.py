@@ -19,8 +19,13 @@ def freeze(run: LaunchedRun, *names: str) -> list[int]:
     pids = [run.pid(name) for name in names]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
-    run.wait_until(lambda: all(_thread_states(pid) == {"T"} for pid in pids))
+    run.wait_until(lambda: all(map(is_stopped, pids)))
     return pids
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether no thread of a process runs any more."""
+    return _thread_states(pid) == {"T"}
 
 
 def thaw(pids: list[int]) -> None:
@@ -64,8 +69,12 @@ def write_header(run: LaunchedRun, index: int, header: SlotHeader) -> None:
 
 
 def open_memory(run: LaunchedRun, actor: str, name: str) -> int:
-    """A descriptor of shared memory that an actor has open."""
-    return os.open(shared_memory(run.pid(actor))[name], os.O_RDWR)
+    """Open shared memory that an actor has open."""
+    return open_memory_of(run.pid(actor), name)
+
+
+def open_memory_of(pid: int, name: str) -> int:
+    return os.open(shared_memory(pid)[name], os.O_RDWR)
 
 
 def _thread_states(pid: int) -> set[str]:

@@ -19,7 +19,7 @@ def make_tokenizer(
     chat_template: str | None = CHATML, special_tokens: tuple[str, ...] = (START, END), end: str = END
 ) -> PreTrainedTokenizerBase:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: place for place, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token) for token in special_tokens])

@@ -1,4 +1,4 @@
-"""Bad input of every kind: one line that names the key, what was needed and found, the right exit code, nothing left behind."""
+"""Mistakes of a person: one line that says what, where, needed and found, the right exit code, nothing left behind."""
 
 import fcntl
 import json
@@ -161,7 +161,7 @@ def test_without_a_whole_checkpoint_a_run_does_not_begin_anew(small_reference: L
         _flip_a_bit(folder / "model.pt")
     needed = f"needed an intact checkpoint, found none among {len(folders)}: {folders[-1] / 'model.pt'}: needed SHA-256"
     refuse(run.start(), 2, f"error: drafter-0: {needed}")
-    assert run.num_lives("drafter-0") == 1
+    assert run.num_incarnations("drafter-0") == 1
 
 
 def test_run_directory_in_use(run: LaunchedRun) -> None:

@@ -34,7 +34,7 @@ def test_an_environment_is_made_kept_mended_and_never_half_stamped(tmp_path: Pat
     assert stamp.exists()
 
 
-def test_an_older_python_learns_what_is_needed() -> None:
+def test_an_older_python_gets_one_line_that_names_what_is_needed() -> None:
     program = "import sys; sys.version_info = (3, 10, 13); import launch.demo"
     done = subprocess.run(["python3", "-c", program], cwd=bootstrap.ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1

@@ -1,4 +1,4 @@
-"""An operator sees and steers one real run through the real command."""
+"""The views and commands of an operator, through the real command, on one real run."""
 
 import io
 import json
@@ -39,7 +39,7 @@ def long_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LaunchedRun]:
 
 
 class Said(NamedTuple):
-    """Exit code and output of a command."""
+    """The result of a command."""
 
     code: int
     out: str

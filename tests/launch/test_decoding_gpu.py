@@ -67,7 +67,7 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @pytest.fixture(scope="module")
 def rounded(exact: Pair) -> Pair:
-    """Return the pair in bfloat16: nearly every answer meets a tie and goes its own way from there."""
+    """In bfloat16: nearly every answer meets a tie and goes its own way from there."""
     target: Any = copy.deepcopy(exact.target)
     return Pair(target.to(torch.bfloat16), copy.deepcopy(exact.draft).to(torch.bfloat16), exact.config)
 

@@ -1,4 +1,4 @@
-"""The ends of a run by real signals and real failures, and the report of each."""
+"""The ends of a run, by real signals and real failures, and what its report says of it."""
 
 import fcntl
 import json
@@ -69,7 +69,7 @@ def test_a_crash_loop_names_the_culprit_and_its_last_lines(run: LaunchedRun) -> 
     run.start("supervision.max_restarts=1")
     run.wait_until((run.directory / "logs" / "target-0.log").exists)
     for incarnation in (1, 2):
-        run.wait_until(lambda count=incarnation: run.log("target-0").count("model loaded") == count)  # type: ignore[misc]
+        run.wait_until(lambda number=incarnation: run.log("target-0").count("model loaded") == number)  # type: ignore[misc]
         os.kill(run.pid("target-0"), signal.SIGKILL)
     assert run.end() == 1
     reason = "target-0 ended 2 times within 60 s, last with signal SIGKILL"

@@ -1,4 +1,4 @@
-"""launch.export and launch.evaluate as typed after a run, on the tiny random target."""
+"""The commands after a run: launch.export and launch.evaluate, on the tiny random target."""
 
 import json
 import re

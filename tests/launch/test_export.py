@@ -62,7 +62,7 @@ def run(run_dir: Path, out: Path, layout: Any = "dflash", *, step: int | None = 
 
 @pytest.mark.parametrize(("step", "best", "expected"), [(None, False, 30), (10, False, 10), (None, True, 20)])
 @pytest.mark.parametrize("layout", export.LAYOUTS)
-def test_checkpoint_and_layout_are_chosen(run_dir: Path, step: int | None, best: bool, expected: int, layout: str) -> None:
+def test_checkpoint_and_layout_as_requested(run_dir: Path, step: int | None, best: bool, expected: int, layout: str) -> None:
     config, out = configuration.read(run_dir), run_dir / "out"
     said = run(run_dir, out, layout, step=step, best=best)
     assert said == f"{out}: 25 tensors of step {expected}, read back and equal"

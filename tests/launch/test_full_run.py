@@ -22,7 +22,7 @@ def test_run_reports_every_step_once_on_every_rank(reference: LaunchedRun) -> No
     assert all(math.isfinite(loss) for loss in reference.losses().values())
 
 
-def test_held_out_acceptance_rises_above_the_untrained_one(reference: LaunchedRun) -> None:
+def test_held_out_acceptance_is_higher_than_before_training(reference: LaunchedRun) -> None:
     evaluations = reference.evaluations()
     assert list(evaluations) == [0, 24, 48, len(reference.steps())]
     assert evaluations[0] < 1.1
@@ -40,10 +40,10 @@ def test_export_loads(reference: LaunchedRun) -> None:
 
 
 @pytest.mark.parametrize("name", ACTORS)
-def test_log_has_a_header_line_per_life(reference: LaunchedRun, name: str) -> None:
+def test_log_has_a_header_line_per_incarnation(reference: LaunchedRun, name: str) -> None:
     header = re.compile(rf"\S+ \S+ I ---- {name} started, pid \d+ ----")
     assert header.fullmatch(reference.log(name).splitlines()[0])
-    assert reference.num_lives(name) == 1
+    assert reference.num_incarnations(name) == 1
 
 
 def test_run_leaves_nothing_but_its_directory(reference: LaunchedRun) -> None:

@@ -150,7 +150,7 @@ def test_rank_0_dies_while_it_saves_the_best(config: Path, run: LaunchedRun, tmp
         assert disturbed.start(*settings, config=config).end() == 0, disturbed.log_tails()
     finally:
         disturbed.kill_what_is_left()
-    assert disturbed.num_lives("drafter-0") == 2
+    assert disturbed.num_incarnations("drafter-0") == 2
     assert disturbed.losses() == run.losses() and disturbed.weights() == run.weights()
     assert {line["step"]: line for line in evaluations(disturbed)} == {line["step"]: line for line in evaluations(run)}
     assert find_best(disturbed.directory) == find_best(run.directory)

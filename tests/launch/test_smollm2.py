@@ -14,7 +14,7 @@ from common.errors import ModelError
 from common.target_shape import default_tap_layers, read_target_shape
 from launch import prepare
 from launch.data.chat import load_tokenizer, render
-from launch.smollm2 import DEFAULT_FOLDER, convert, find_gguf
+from launch.smollm2 import convert, find_gguf
 from tests.builders.launched_runs import ROOT
 from tests.builders.supervised import read_supervised, read_text
 
@@ -22,11 +22,8 @@ pytestmark = pytest.mark.real_model
 
 
 @pytest.fixture(scope="module")
-def folder() -> Path:
-    """Converted once, where the demo looks for it too."""
-    folder = DEFAULT_FOLDER.expanduser()
-    convert(folder)
-    return folder
+def folder(smollm2: Path) -> Path:
+    return smollm2
 
 
 @pytest.fixture(scope="module")

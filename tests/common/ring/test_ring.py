@@ -17,8 +17,9 @@ from common.ring import memory
 from common.ring.checksum import checksum
 from common.ring.layout import SlotHeader, SlotLayout
 from common.ring.ring import RingReader, RingWriter, Rows
-from tests.builders.process_run import FORKS, Inherited
+from tests.builders.process_run import Inherited
 from tests.builders.small_runs import make_config
+from tests.builders.warm_start import FORKS
 
 Layout = Literal["packed", "split"]
 ROOT = Path(__file__).parents[3]

@@ -11,12 +11,17 @@ import msgspec
 import pytest
 
 from common.actor.faults import Fault
-from common.metrics import read_metrics
+from common.config import read
+from common.ring.layout import SlotLayout
+from common.ring.ring import RingReader
+from common.ring.slot_table import SlotState, SlotTable
 from launch.bench import chaos
 from launch.bench.faults import OVERRIDES, SCENARIOS, THREE_DRAFTERS
 from launch.bench.harness.trial import Outcome, Trial
 from tests.builders.launched_runs import CONFIG, ROOT
+from tests.builders.tampering import is_stopped, open_memory_of
 
+pytestmark = pytest.mark.usefixtures("warm_trials")
 ONE_TARGET = ["plan.epochs=8", 'targets.devices=["cpu"]']  # nobody else does its work while it is dead
 
 
@@ -99,12 +104,28 @@ def test_random_kills_and_stops_change_nothing(capfd: pytest.CaptureFixture[str]
     assert "bit for bit as undisturbed" in capfd.readouterr().out
 
 
-def wait_until_a_filled_slot_waits(run_dir: Path) -> None:
-    """Wait until the successor has filled the drafters' buffers and the slot once more, which no drafter has read yet."""
-    counts = [len(list(read_metrics(run_dir, "target-0")))]
-    while not (counts[-1] >= counts[0] + 8 and counts[-3] < counts[-2] == counts[-1]):
-        time.sleep(0.04)
-        counts.append(len(list(read_metrics(run_dir, "target-0"))))
+def let_write_on(stopped: int, trial: Trial) -> None:
+    """Wake a target that was taken for dead; return when it has written on into a filled slot that was not read meanwhile."""
+    drafter, exchange = trial.pid("drafter-0"), trial.pid("exchange")
+    assert drafter is not None and exchange is not None
+    table = SlotTable(open_memory_of(exchange, "headrace-control"), 1)
+    ring = RingReader(open_memory_of(drafter, "headrace-ring-0"), SlotLayout.of(read(trial.run_dir)), 1)
+    freeze_process(drafter)
+    while table.read(0).state != SlotState.READY:
+        os.kill(drafter, signal.SIGCONT)
+        time.sleep(0.02)
+        freeze_process(drafter)
+    before = ring.open(0).header
+    os.kill(stopped, signal.SIGCONT)
+    while ring.open(0).header == before:  # the header comes last
+        time.sleep(0.001)
+    os.kill(drafter, signal.SIGCONT)
+
+
+def freeze_process(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    while not is_stopped(pid):
+        time.sleep(0.001)
 
 
 def start_unfenced(trial: Trial) -> "subprocess.Popen[bytes]":
@@ -128,14 +149,14 @@ def test_only_fencing_keeps_a_hung_target_from_damaging_slots(fencing: bool, und
         time.sleep(0.05)
     stopped = trial.pid("target-0")
     assert stopped is not None
-    wait_until_a_filled_slot_waits(trial.run_dir)
-    try:
-        os.kill(stopped, signal.SIGCONT)
-        woke_up = True
-    except ProcessLookupError:
-        woke_up = False
+    while trial.pid("target-0") == stopped:  # until it has a successor
+        time.sleep(0.05)
+    if fencing:
+        with pytest.raises(ProcessLookupError):
+            os.kill(stopped, signal.SIGCONT)
+    else:
+        let_write_on(stopped, trial)
     outcome = trial.outcome(process.wait())
-    assert woke_up is not fencing
     assert (outcome.num_rejected > 0) is not fencing
     assert outcome.exit_code == 0
     assert outcome.equals(undisturbed)  # damage is found by its checksum, and the batch produced again

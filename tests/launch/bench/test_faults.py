@@ -24,7 +24,7 @@ def test_a_killed_target_exchange_and_drafter_change_nothing(reference: Launched
         os.kill(killed, signal.SIGKILL)
         run.wait_until(lambda name=name, killed=killed: run.pids(name) not in ([], [killed]))  # type: ignore[misc]
     assert run.end() == 0, run.log_tails()
-    assert [run.num_lives(name) for name in ("exchange", "drafter-0", "drafter-1", "target-1")] == [2, 1, 2, 1]
+    assert [run.num_incarnations(name) for name in ("exchange", "drafter-0", "drafter-1", "target-1")] == [2, 1, 2, 1]
     assert run.steps(rank=0) == reference.steps(rank=0)  # the survivor rolled nothing back: every step once
     assert "rank 0 sent its state" in run.log("drafter-1")
     apart, together = run.logged_s("drafter-0", "waiting for 2 ranks")[1], run.logged_s("drafter-0", "sent its state")[0]
@@ -84,7 +84,7 @@ def test_drafters_that_wait_for_a_dead_target_save_and_leave_at_once(
     run.start(*settings, "supervision.stop_timeout_s=1000", "supervision.backoff_s=1000")
     run.wait_for_step(2)
     for incarnation in (1, 2):  # after the second it stays down for long
-        run.wait_until(lambda incarnation=incarnation: run.num_lives("target-0") == incarnation)  # type: ignore[misc]
+        run.wait_until(lambda incarnation=incarnation: run.num_incarnations("target-0") == incarnation)  # type: ignore[misc]
         os.kill(run.pid("target-0"), signal.SIGKILL)
     with closing(Operator(run.directory)) as operator:
         run.wait_until(lambda: [actor.state for actor in operator.status().actors if actor.name == "target-0"] == ["down"])

@@ -24,7 +24,7 @@ from common.actor.messages import (
 from common.errors import ProtocolError
 from common.ring.slot_table import SlotState
 from tests.builders.routed_run import DRAFTER, SUPERVISOR, TARGET, Run
-from tests.builders.small_runs import PLAN_HASH, life, make_config
+from tests.builders.small_runs import PLAN_HASH, make_config, make_incarnation
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_a_batch_that_is_waited_for_takes_the_slot_of_the_latest(num_slots: int)
     filled = [run.fill().info.batch for _ in range(num_slots)]
     assert filled == list(range(4, 4 + num_slots))
     assert run.ask(TARGET, Work([])) is None
-    request_id, back = run.last_id, life("drafter", number=2)
+    request_id, back = run.last_id, make_incarnation("drafter", number=2)
     lease = run.send(back, Next(0))[request_id]
     assert isinstance(lease, Lease) and (lease.info.batch, lease.slot) == (0, num_slots - 1)
     assert run.batches(SlotState.READY) == filled[:-1]
@@ -178,11 +178,11 @@ def test_a_new_exchange_on_the_same_slots_goes_on(run: Run) -> None:
 def test_a_group_that_starts_again_moves_its_cursors_back() -> None:
     run = Run(make_config(num_drafters=2, num_slots=4))
     for rank in range(2):
-        run.ask(life("drafter", rank), Next(4 + rank))
+        run.ask(make_incarnation("drafter", rank), Next(4 + rank))
     assert [run.fill().info.batch for _ in range(3)] == [4, 5, 6]
     for rank in range(2):
-        run.ask(life("drafter", rank, number=2), Hello(PROTOCOL_VERSION))
-        run.ask(life("drafter", rank, number=2), Next(2 + rank))
+        run.ask(make_incarnation("drafter", rank, number=2), Hello(PROTOCOL_VERSION))
+        run.ask(make_incarnation("drafter", rank, number=2), Next(2 + rank))
     assert run.states() == ["READY", "READY", "READY", "FREE"]
     assert run.fill().info.batch == 2
     assert run.lease().info.batch == 3
@@ -191,9 +191,9 @@ def test_a_group_that_starts_again_moves_its_cursors_back() -> None:
 
 def test_padding_is_answered_at_once_and_no_target_produces_it() -> None:
     run = Run(make_config(num_drafters=4, batches_per_step=4))  # two held-out batches, then two of padding
-    assert run.ask(life("drafter", 2), Next(2)) == NoBatch(run.plan.info(2))
+    assert run.ask(make_incarnation("drafter", 2), Next(2)) == NoBatch(run.plan.info(2))
     assert run.lease().info.batch == 6
-    assert run.ask(life("drafter", 3), Next(3)) == NoBatch(run.plan.info(3))
+    assert run.ask(make_incarnation("drafter", 3), Next(3)) == NoBatch(run.plan.info(3))
 
 
 def test_the_sequence_has_an_end(run: Run) -> None:
@@ -205,9 +205,9 @@ def test_the_sequence_has_an_end(run: Run) -> None:
     ("sender", "body", "message"),
     [
         (TARGET, Hello(PROTOCOL_VERSION + 1), f"protocol version {PROTOCOL_VERSION}, found {PROTOCOL_VERSION + 1}"),
-        (life("target", 7), Work([]), "Work: needed a target from 0 to 0, found 7"),
-        (life("target", -1), Hello(PROTOCOL_VERSION), "Hello: needed a target from 0 to 0, found -1"),
-        (life("drafter", 1), Hello(PROTOCOL_VERSION), "Hello: needed a drafter from 0 to 0, found 1"),
+        (make_incarnation("target", 7), Work([]), "Work: needed a target from 0 to 0, found 7"),
+        (make_incarnation("target", -1), Hello(PROTOCOL_VERSION), "Hello: needed a target from 0 to 0, found -1"),
+        (make_incarnation("drafter", 1), Hello(PROTOCOL_VERSION), "Hello: needed a drafter from 0 to 0, found 1"),
         (TARGET, Next(0), "Next: needed to come from drafter, found 'target'"),
         (DRAFTER, Work([]), "Work: needed to come from target, found 'drafter'"),
         (DRAFTER, ActorDied(1, 1), "ActorDied: needed to come from supervisor, found 'drafter'"),
@@ -229,4 +229,4 @@ def test_a_request_without_an_answer_is_refused_and_changes_nothing(
 def test_a_drafter_asks_for_its_own_batches_only() -> None:
     run = Run(make_config(num_drafters=2))
     with pytest.raises(ProtocolError, match=r"needed a batch b with b % 2 = 1, found 4"):
-        run.ask(life("drafter", 1), Next(4))
+        run.ask(make_incarnation("drafter", 1), Next(4))

@@ -18,7 +18,7 @@ from common.errors import ProtocolError
 from common.ring.slot_table import Owner, SlotState
 from services.exchange.router import MAX_BAD_SLOTS
 from tests.builders.routed_run import DRAFTER, SUPERVISOR, TARGET, Run
-from tests.builders.small_runs import life, make_config
+from tests.builders.small_runs import make_config, make_incarnation
 
 
 @pytest.fixture
@@ -41,9 +41,9 @@ def test_another_generation_gives_no_right(run: Run, generation: int) -> None:
 
 @pytest.mark.parametrize("body", [Hello(PROTOCOL_VERSION), Work([]), SlotReady(0, 1)])
 def test_an_earlier_incarnation_changes_nothing(run: Run, body: RequestBody) -> None:
-    lease = run.lease(life("target", number=2))
+    lease = run.lease(make_incarnation("target", number=2))
     assert run.ask(TARGET, body) == Stale()
-    assert run.table.read(lease.slot).owner == Owner(life("target", number=2).pid, 2)
+    assert run.table.read(lease.slot).owner == Owner(make_incarnation("target", number=2).pid, 2)
     assert run.states() == ["WRITING", "FREE"]
 
 
@@ -61,7 +61,7 @@ def test_the_end_of_a_target_frees_what_it_was_writing_and_keeps_what_is_ready(r
     died = ActorDied(TARGET.pid, TARGET.start_time)
     assert [run.ask(SUPERVISOR, died), run.ask(SUPERVISOR, died)] == [Done(), Done()]
     assert run.states() == ["READING", "FREE"]
-    again = run.lease(life("target", number=2))
+    again = run.lease(make_incarnation("target", number=2))
     assert (again.slot, again.info, again.sample_ids) == (lost.slot, lost.info, lost.sample_ids)
     assert again.generation == lost.generation + 1
 
@@ -70,19 +70,19 @@ def test_the_end_of_a_drafter_makes_its_slot_ready_again(run: Run) -> None:
     run.fill()
     run.ask(SUPERVISOR, ActorDied(DRAFTER.pid, DRAFTER.start_time))
     assert run.states() == ["READY", "FREE"]
-    assert run.grant(0, life("drafter", number=2)).generation == 1
+    assert run.grant(0, make_incarnation("drafter", number=2)).generation == 1
 
 
 @pytest.mark.parametrize("role", ["target", "drafter"])
 def test_the_hello_of_a_successor_proves_the_end_of_its_predecessor(role: str) -> None:
     run = Run(make_config(num_targets=2, num_drafters=2, num_slots=1))
     for rank in range(2):
-        run.ask(life("drafter", rank), Next(rank))
-        run.lease(life("target", rank))
+        run.ask(make_incarnation("drafter", rank), Next(rank))
+        run.lease(make_incarnation("target", rank))
     if role == "drafter":
         for rank in range(2):
-            run.ask(life("target", rank), SlotReady(rank, 1))
-    run.ask(life(role, 1, number=2), Hello(PROTOCOL_VERSION))
+            run.ask(make_incarnation("target", rank), SlotReady(rank, 1))
+    run.ask(make_incarnation(role, 1, number=2), Hello(PROTOCOL_VERSION))
     assert run.states() == (["WRITING", "FREE"] if role == "target" else ["READING", "READY"])
 
 
@@ -101,6 +101,6 @@ def test_three_wrong_checksums_in_a_row_refuse_the_target_until_it_is_restarted(
         run.ask(DRAFTER, Next(lease.info.batch + intact))
     with pytest.raises(ProtocolError, match=f"target-0: {MAX_BAD_SLOTS} slots in a row"):
         run.ask(TARGET, Work([]))
-    successor = life("target", number=2)
+    successor = make_incarnation("target", number=2)
     run.ask(successor, Hello(PROTOCOL_VERSION))
     assert run.lease(successor).info.batch == 1

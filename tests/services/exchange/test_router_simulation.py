@@ -15,7 +15,7 @@ from common.actor.messages import (
 from common.config import Config
 from common.errors import ProtocolError
 from tests.builders.simulated_peers import Memory, Peer, SimulatedDrafter, SimulatedTarget
-from tests.builders.small_runs import life, make_config, make_plan, make_router, make_table
+from tests.builders.small_runs import make_config, make_incarnation, make_plan, make_router, make_table
 
 NUM_SEEDS = 40
 
@@ -32,12 +32,14 @@ class World:
         self.to_peers: list[tuple[bytes, Reply]] = []
         self.p_bad = 0.05
         self.num_incarnations = 1
-        self.supervisor = Peer(life("supervisor"))
-        self.targets = [SimulatedTarget(life("target", i), self.plan, self.memory) for i in range(config.num_targets)]
+        self.supervisor = Peer(make_incarnation("supervisor"))
+        self.targets = [
+            SimulatedTarget(make_incarnation("target", i), self.plan, self.memory) for i in range(config.num_targets)
+        ]
         self.drafters = [self.new_drafter(rank, 1, 0) for rank in range(config.num_drafters)]
 
     def new_drafter(self, rank: int, number: int, first: int) -> SimulatedDrafter:
-        who = life("drafter", rank, number)
+        who = make_incarnation("drafter", rank, number)
         return SimulatedDrafter(who, first, self.config.num_drafters, self.plan, self.memory, self.p_bad)
 
     def peers(self) -> list[Peer]:
@@ -76,7 +78,7 @@ class World:
         dead = self.targets[index].who
         self.report_dead(dead)
         self.num_incarnations += 1
-        self.targets[index] = SimulatedTarget(life("target", index, self.num_incarnations), self.plan, self.memory)
+        self.targets[index] = SimulatedTarget(make_incarnation("target", index, self.num_incarnations), self.plan, self.memory)
 
     def kill_drafters(self) -> None:
         """Kill all drafters, as when one dies; they start again from a group that all of them had finished."""
@@ -88,7 +90,7 @@ class World:
             self.drafters[rank] = self.new_drafter(rank, self.num_incarnations, group * size)
 
     def report_dead(self, dead: Incarnation) -> None:
-        self.memory.bury(dead)
+        self.memory.forget(dead)
         self.supervisor.ask(ActorDied(dead.pid, dead.start_time))
 
     def restart_exchange(self) -> None:
