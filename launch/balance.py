@@ -3,7 +3,7 @@
     python -m launch.balance CONFIG [--set KEY=VALUE ...]
 
 The first target device measures tokens per second over the batches of the plan, then the first drafter device measures
-the cost of a batch and of an anchor. The other devices of a side are taken to be alike. One device may be both.
+the cost of a batch and of an anchor. All targets are taken to be alike, and all drafters. One device may be both.
 Exit code 0: done; 2: bad configuration or input.
 """
 
@@ -21,7 +21,7 @@ from common.actor.messages import BatchShape
 from common.config import Config, load
 from common.device.memory import take_device
 from common.ring.layout import SlotLayout
-from launch.arguments import run_command
+from launch.arguments import make_parser, run_command
 from launch.data.synthetic import write_synthetic
 from launch.operate.run_config import resolve
 from services.drafter.model.frozen import load_embedding_and_head
@@ -115,7 +115,7 @@ def _balance(options: argparse.Namespace) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Read the command line, measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("balance", __doc__)
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file")
     parser.add_argument("--set", dest="overrides", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
     return run_command(_balance, parser.parse_args(arguments))

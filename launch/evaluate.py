@@ -25,10 +25,10 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from common import config as configuration
-from common.config import Config
+from common.config import Config, DType
 from common.errors import DataError
 from common.run_dir import EXPORT
-from launch.arguments import parse_device, run_command
+from launch.arguments import make_parser, parse_device, run_command
 from launch.data.chat import load_tokenizer
 from launch.decoding.answer import Decoding, Limits
 from launch.decoding.cases import Case, file_cases, first_of_each_category, held_out_cases, typed_case
@@ -48,12 +48,7 @@ _WIDTH, _ANSWER_WIDTH = 160, 56  # of tables, whatever the terminal; longer line
 def evaluate(config: Config, drafter: Path, cases: list[Case], left_out: Counter[str], options: argparse.Namespace) -> Report:
     """Decode every case both ways, print the first answers, and add everything up.
 
-    Args:
-        config: of the target and the draft model.
-        drafter: the folder of the drafter.
-        cases: to decode.
-        left_out: why rows of prompt files are no cases; turns that cannot be decoded are counted with them.
-        options: the command line.
+    `left_out` says why rows of prompt files are no cases; turns that cannot be decoded are counted with them.
 
     Raises:
         HeadraceError: the target or the drafter is missing or damaged, or nothing could be decoded.
@@ -80,11 +75,7 @@ def evaluate(config: Config, drafter: Path, cases: list[Case], left_out: Counter
 
 
 def describe_held_out(config: Config, drafter: Path, device: torch.device) -> list[str]:
-    """Count the acceptance on all held-out rows of the run, without decoding; return it as text.
-
-    Raises:
-        HeadraceError: the target, the drafter or the data are missing or damaged, or nothing is held out.
-    """
+    """Count the acceptance on all held-out rows of the run, without decoding; return it as text."""
     found = count_acceptance(config, load_drafter(drafter, config), device)
     return [
         f"held-out acceptance length             {found.acceptance:.3f} in {found.num_rounds:,} rounds",
@@ -150,7 +141,7 @@ def _print(table: Table) -> None:
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("evaluate", __doc__)
     add = parser.add_argument
     add("run", type=Path, nargs="?", metavar="RUN", help="run directory")
     add("--model", type=Path, metavar="DIR", help="a target instead of a run's; with --draft")
@@ -192,7 +183,7 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
 def _configure(options: argparse.Namespace) -> tuple[Config, Path]:
     """Return the configuration, and the drafter's folder."""
     if options.run is None:
-        dtype = options.dtype or ("float32" if options.device.type == "cpu" else "bfloat16")
+        dtype: DType = options.dtype or ("float32" if options.device.type == "cpu" else "bfloat16")
         return config_of_folders(options.model.expanduser(), options.draft.expanduser(), dtype), options.draft.expanduser()
     config = configuration.read(options.run)
     drafter = options.draft.expanduser() if options.draft else options.run / EXPORT

@@ -1,9 +1,10 @@
-"""Write a drafter from a checkpoint, and refuse one that does not read back as what was trained.
+"""Write a drafter from a checkpoint, and refuse one that does not read back as the trained one.
 
     python -m launch.export RUN --out DIR [--step N | --best] [--format dflash|speculators]
 
-Without --step and --best it takes the newest checkpoint; the best is that of the highest held-out acceptance. What was
-written is read again before it gets its name: it must state the same drafter and hold the same numbers.
+Without --step and --best it takes the newest checkpoint; the best is that of the highest held-out acceptance. The folder is
+read again before it gets its name: it must state the same drafter and hold the same numbers.
+Exit code 0: done; 2: refused.
 """
 
 import argparse
@@ -14,7 +15,7 @@ from common import config
 from common.acceptance import find_best
 from common.errors import CheckpointError
 from common.run_dir import CHECKPOINTS
-from launch.arguments import run_command
+from launch.arguments import make_parser, run_command
 from services.drafter.folder.checkpoint import checkpoint_folder, draft_identity, latest, load_weights
 from services.drafter.folder.engine_config import LayoutName
 from services.drafter.folder.export import export
@@ -23,11 +24,7 @@ LAYOUTS: tuple[LayoutName, ...] = ("dflash", "speculators")
 
 
 def find_checkpoint(run_dir: Path, step: int | None, best: bool) -> Path:
-    """The checkpoint of a step, the best, or the newest.
-
-    Raises:
-        CheckpointError: there is none, or none that was measured.
-    """
+    """Return the checkpoint of a step, the best, or the newest; CheckpointError where there is none."""
     if best:
         evaluation = find_best(run_dir)
         if evaluation is None:
@@ -40,11 +37,7 @@ def find_checkpoint(run_dir: Path, step: int | None, best: bool) -> Path:
 
 
 def run(run_dir: Path, out: Path, checkpoint: Path, layout: LayoutName) -> str:
-    """Export a checkpoint to `out`; return what was done, in one line.
-
-    Raises:
-        HeadraceError: no such run or checkpoint, or the export could not be written.
-    """
+    """Export a checkpoint to `out` and return a line for people; HeadraceError where it cannot be read or written."""
     settings = config.read(run_dir)
     record, weights = load_weights(checkpoint, draft_identity(settings))
     export(out, settings, weights, record.step, record.evaluation, layout)
@@ -57,8 +50,8 @@ def _export(arguments: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Read the command line; 0 done, 2 refused."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Read the command line and export."""
+    parser = make_parser("export", __doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; an earlier export is replaced")
     which = parser.add_mutually_exclusive_group()

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from common.data.arrow_file import Sample
 from common.data.dataset import Dataset
 from common.errors import DataError
-from launch.arguments import run_command
+from launch.arguments import make_parser, run_command
 from launch.data.chat import open_tokenizer
 from launch.data.damage import find_damage
 from launch.data.rules import format_report, histogram
@@ -122,7 +122,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Read the command line and show; return 1 for damage."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("inspect", __doc__)
     parser.add_argument("dataset", type=Path, metavar="DATASET")
     parser.add_argument("--row", type=int, action="append", default=[], metavar="N", help="repeatable")
     parser.add_argument("--model", type=Path, metavar="DIR", help="whose tokenizer turns ids into text")

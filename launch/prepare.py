@@ -22,7 +22,7 @@ from common.data.arrow_file import Sample
 from common.data.writer import DatasetWriter
 from common.errors import DataError
 from common.target_shape import read_vocab_size
-from launch.arguments import run_command
+from launch.arguments import make_parser, run_command
 from launch.data.conversion import Convert, Settings, open_workers
 from launch.data.inputs import Input, find_files, find_skipped, parse_input, read_chunks
 from launch.data.rules import Limits, Tally, format_report
@@ -72,11 +72,7 @@ class Preparation:
 
 
 def prepare(preparation: Preparation, convert: Convert, arguments: argparse.Namespace) -> None:
-    """Write the data sets; each appears complete or not at all, and the table as report.json beside the first.
-
-    Raises:
-        DataError: an input is unreadable, or no row is left for training.
-    """
+    """Write the data sets, each complete or not at all. DataError for an unreadable input, or no row left for training."""
     model = arguments.model.expanduser()
     source = {"made_by": "launch.prepare", "model": str(model), "vocabulary": fingerprint_vocabulary(model)}
     outs = {"train": arguments.out} | ({"eval": arguments.eval_out} if arguments.eval_out else {})
@@ -115,7 +111,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("prepare", __doc__)
     add = parser.add_argument
     add("--model", type=Path, required=True, metavar="DIR", help="the target: its tokenizer is used")
     add("--input", type=parse_input, action="append", required=True, metavar="PATH[,weight=W][,rows=N]", help="repeatable")

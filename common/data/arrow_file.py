@@ -76,11 +76,7 @@ def map_batches(path: Path) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
 
 
 class ArrowFile:
-    """The rows of a file, as views of its mapping.
-
-    Raises:
-        DataError: no Arrow file, one cut short, other columns, or columns that contradict each other.
-    """
+    """The rows of a file, as views of its mapping. DataError where it is damaged, has other columns or contradicts itself."""
 
     def __init__(self, path: Path) -> None:
         try:

@@ -139,10 +139,11 @@ def measure_published(half: Half, options: argparse.Namespace) -> Generator[tupl
         for _ in range(options.repetitions)
     ]
     lines = [line for found, _, _ in runs for line in found]
-    periods_s = [[float(line["idle_s"]) + sum(line[name] for name in _DEVICE_WORK) for line in found] for found, _, _ in runs]
+    periods_s = [[sum(line[name] for name in ("idle_s", *_DEVICE_WORK)) for line in found] for found, _, _ in runs]
     ratios = [statistics.median(bare) / statistics.median(one) for (_, _, bare), one in zip(runs, periods_s, strict=True)]
     forward_s = statistics.median(s for _, _, bare in runs for s in bare)
-    rate, bare_rate = num_tokens / statistics.median(itertools.chain(*periods_s)), num_tokens / forward_s
+    rate: float = num_tokens / statistics.median(itertools.chain(*periods_s))
+    bare_rate = num_tokens / forward_s
     yield "tokens/s, published", f"{rate:.0f}"
     yield "tokens/s, the same forward alone", f"{bare_rate:.0f}"
     yield "published over alone (wanted 0.98)", f"{rate / bare_rate:.4f} ({', '.join(f'{ratio:.4f}' for ratio in ratios)})"

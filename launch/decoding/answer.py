@@ -21,21 +21,13 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True)
 class Decoding:
-    """The answer to one prompt. Times do not count when two are compared.
+    """The answer to one prompt. Times do not count when two are compared."""
 
-    Attributes:
-        tokens: the new tokens, up to and with the first stop token.
-        num_target_passes: the prefill included.
-        accepted: drafts accepted and emitted, per verification round; empty without drafts.
-        prefill_s: until the first token.
-        decode_s: from the first token to the last.
-    """
-
-    tokens: list[int]
-    num_target_passes: int
-    accepted: list[int]
-    prefill_s: float = field(default=0.0, compare=False)
-    decode_s: float = field(default=0.0, compare=False)
+    tokens: list[int]  # up to and with the first stop token
+    num_target_passes: int  # the prefill included
+    accepted: list[int]  # drafts accepted and emitted, per verification round; empty without drafts
+    prefill_s: float = field(default=0.0, compare=False)  # until the first token
+    decode_s: float = field(default=0.0, compare=False)  # from the first token to the last
 
 
 class Answer:
@@ -56,7 +48,7 @@ class Answer:
 
     @property
     def room(self) -> int:
-        """Tokens that may still come."""
+        """Return how many tokens may still come."""
         return 0 if self.tokens and self.tokens[-1] in self._stop_tokens else self._max_tokens - len(self.tokens)
 
     def add(self, tokens: Sequence[int]) -> int:

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -17,7 +16,6 @@ from launch.data.prompts import Script, read_scripts
 
 Settings = Mapping[str, Any]  # variables of a chat template
 Turns = Generator[list[int], list[int], None]  # gives the prompt of each turn, takes the answer to it
-_NO_SETTINGS: Settings = MappingProxyType({})
 
 
 class Case(NamedTuple):
@@ -28,14 +26,14 @@ class Case(NamedTuple):
     turns: Turns
 
 
-def typed_case(tokenizer: PreTrainedTokenizerBase, text: str, settings: Settings = _NO_SETTINGS) -> Case:
+def typed_case(tokenizer: PreTrainedTokenizerBase, text: str, settings: Settings | None = None) -> Case:
     """Return a user's message as a case."""
     script = Script([{"role": "user", "content": text}, None])
     return Case(f'prompt "{text}"', "typed", _hold(script, tokenizer, settings))
 
 
 def file_cases(
-    sources: Sequence[str], tokenizer: PreTrainedTokenizerBase, unusable: Counter[str], settings: Settings = _NO_SETTINGS
+    sources: Sequence[str], tokenizer: PreTrainedTokenizerBase, unusable: Counter[str], settings: Settings | None = None
 ) -> list[Case]:
     """Return the conversations of files (see launch/data/prompts.py); the category of a row defaults to its file's name.
 
@@ -74,14 +72,14 @@ def first_of_each_category(cases: Sequence[Case], num_each: int) -> list[Case]:
     return [cases[number] for number in _first_of_each([case.category for case in cases], num_each)]
 
 
-def _hold(script: Script, tokenizer: PreTrainedTokenizerBase, settings: Settings) -> Turns:
+def _hold(script: Script, tokenizer: PreTrainedTokenizerBase, settings: Settings | None) -> Turns:
     """Render turn after turn, each prompt with the answers before it."""
     messages: list[Message] = []
     for turn in script.turns:
         if turn is not None:
             messages.append({key: value for key, value in turn.items() if key != "weight"})
             continue
-        answer = yield render(tokenizer, messages, generation_prompt=True, tools=script.tools, settings=dict(settings))
+        answer = yield render(tokenizer, messages, generation_prompt=True, tools=script.tools, settings=dict(settings or {}))
         messages.append({"role": "assistant", "content": str(tokenizer.decode(answer, skip_special_tokens=True))})
 
 

@@ -1,4 +1,4 @@
-"""The whole target, later layers and head included: what the drafter's process never loads, and decoding needs."""
+"""Load the whole target, later layers and head included, which no process of a run loads."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from services.target.linear_attention import choose_kernels
 
 
 def load_full_target(config: Config, device: torch.device) -> PreTrainedModel:
-    """The target of a run in `config.model.dtype`: read from its folder, or the same random one as in training.
+    """Load the target of a run in `config.model.dtype` from its folder, or make the random one of the training.
 
     Raises:
         ModelError: the folder or its weights are missing or damaged, or a GPU lacks the kernels of a hybrid target.
@@ -26,11 +26,7 @@ def load_full_target(config: Config, device: torch.device) -> PreTrainedModel:
 
 
 def load_plain_target(config: Config, device: torch.device) -> PreTrainedModel:
-    """As `load_full_target`, on whatever kernels transformers finds by itself.
-
-    Raises:
-        ModelError: the folder or its weights are missing or damaged, or the architecture cannot be tapped.
-    """
+    """Load the target on the kernels that transformers chooses by itself; ModelError as `load_full_target`."""
     folder = Path(config.model.path).expanduser()
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     model: Any = _make_random(config, folder, device, dtype) if config.model.random_init else load_model(folder, device)
@@ -42,15 +38,13 @@ def load_plain_target(config: Config, device: torch.device) -> PreTrainedModel:
 
 
 def stop_tokens(target: PreTrainedModel) -> set[int]:
-    """The ids that end an answer of this target; none for a model that was never told."""
+    """Return the ids that end an answer by generation_config.json."""
     found = target.generation_config.eos_token_id if target.generation_config else None
-    if found is None:
-        return set()
-    return {found} if isinstance(found, int) else set(found)
+    return {found} if isinstance(found, int) else set(found or ())
 
 
 def _make_random(config: Config, folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
-    """Each parameter from the seed and its name inside the decoder, as services.target.model makes it."""
+    """Make each parameter from the seed and its name inside the decoder, as services.target.loading does."""
     text_config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config(decoder=True)
     with device:
         model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""A target and its drafter, loaded for decoding: those of a run, or any two folders."""
+"""Load a target and its drafter for decoding: those of a run, or any two folders."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -9,17 +9,17 @@ from transformers import PreTrainedModel
 
 from common.config import ActorsConfig, Config, DataConfig, DraftConfig, DType, ModelConfig, PlanConfig, TargetsConfig
 from common.errors import CheckpointError
-from common.target_shape import read_target_shape
+from common.target_shape import TargetShape, read_target_shape
+from launch.decoding.difference import check_cache
 from launch.decoding.full_target import load_full_target
-from launch.decoding.passes import check_cache
-from services.drafter.folder.drafter_folder import Drafter, read_drafter
+from services.drafter.folder.drafter_folder import Drafter, read_drafter, read_fitting_drafter
 from services.drafter.model.model import DraftModel
 
-_STATED = ("num_layers", "block_size", "mask_token_id", "tap_layers")  # nothing else says these
+_STATED = ("num_layers", "block_size", "mask_token_id", "tap_layers")  # the target cannot give these
 
 
 class Pair(NamedTuple):
-    """Both on one device; `config` is that of the draft model."""
+    """A target and a draft model on one device; `config` is that of the draft model."""
 
     target: PreTrainedModel
     draft: DraftModel
@@ -27,30 +27,28 @@ class Pair(NamedTuple):
 
 
 def load_pair(config: Config, drafter: Path, device: torch.device) -> Pair:
-    """The target of `config` and the drafter of a folder, which must be that of `config`.
+    """Load the target of `config` and the drafter of a folder, which must be that of `config`.
 
     Raises:
         HeadraceError: one of them is missing or damaged, they do not fit, or the cache of the target is wrong.
     """
-    found = read_drafter(drafter)
-    if misfits := found.misfits(config):
-        raise CheckpointError(f"{drafter} ({found.layout} layout) does not fit: {'; '.join(misfits)}")
+    found = read_fitting_drafter(drafter, config)
     target = load_full_target(config, device)
     check_cache(target)
     return Pair(target, found.build(config).to(device), config.draft)
 
 
 def with_dtype(config: Config, dtype: DType) -> Config:
-    """Both models in one type."""
+    """Return `config` with both models in one type."""
     change = msgspec.structs.replace
     return change(config, model=change(config.model, dtype=dtype), draft=change(config.draft, dtype=dtype))
 
 
 def config_of_folders(model: Path, drafter: Path, dtype: DType) -> Config:
-    """The configuration of a target and a drafter that come from no run; what the drafter leaves open is the target's.
+    """Return the configuration of a target and a drafter that come from no run; gaps in the drafter are filled by the target.
 
     Raises:
-        HeadraceError: a folder is missing or damaged, or the drafter does not say what nothing else can say.
+        HeadraceError: a folder is missing or damaged, or the drafter lacks a setting that the target cannot give.
     """
     found, shape = read_drafter(drafter), read_target_shape(model)
     _check(found, shape.num_hidden_layers)
@@ -63,8 +61,13 @@ def config_of_folders(model: Path, drafter: Path, dtype: DType) -> Config:
         intermediate_size=shape.intermediate_size,
         dtype=dtype,
     )
-    config = Config(
-        model=ModelConfig(path=str(model), dtype=dtype),
+    return found.on(bare_config(ModelConfig(path=str(model), dtype=dtype), draft, shape))
+
+
+def bare_config(model: ModelConfig, draft: DraftConfig, shape: TargetShape) -> Config:
+    """Return the configuration of a target and a drafter, with nothing to train."""
+    return Config(
+        model=model,
         draft=draft,
         data=DataConfig(),
         plan=PlanConfig(bucket_lengths=[1], max_tokens_per_batch=1, batches_per_step=1),
@@ -72,7 +75,6 @@ def config_of_folders(model: Path, drafter: Path, dtype: DType) -> Config:
         drafters=ActorsConfig(devices=["cpu"]),
         target_shape=shape,
     )
-    return found.on(config)
 
 
 def _check(found: Drafter, num_layers: int) -> None:

@@ -27,7 +27,7 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lossless(msgspec.Struct, frozen=True, kw_only=True):
-    """Greedy answers with drafts against plain ones."""
+    """Greedy answers with drafts compared with plain ones."""
 
     num_same: int
     num_ties: int  # other tokens from where two logits were nearer than rounding

@@ -1,4 +1,4 @@
-"""How tokens are chosen from logits, and which drafts a target accepts.
+"""Choose tokens from logits, and the drafts that a target accepts.
 
 Greedy decoding is the limit of temperature 0: all probability on the most likely token.
 Shapes: n drafts of a round, V vocabulary.
@@ -21,7 +21,7 @@ GREEDY = Sampling()
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Logits [..., V] to float64 probabilities [..., V]."""
+    """Turn logits [..., V] into float64 probabilities [..., V]."""
     if sampling.temperature == 0.0:
         likeliest = logits.argmax(dim=-1, keepdim=True)
         return torch.zeros(logits.shape, dtype=torch.float64, device=logits.device).scatter_(-1, likeliest, 1.0)
@@ -35,7 +35,7 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Tokens int64 [...] in proportion to weights [..., V], by inversion: the same uniform numbers [...], the same tokens."""
+    """Draw int64 [...] in proportion to weights [..., V] by inversion, so equal uniform numbers [...] give equal tokens."""
     cumulated = weights.cumsum(dim=-1)
     return torch.searchsorted(cumulated, uniforms[..., None] * cumulated[..., -1:], right=True)[..., 0]
 
@@ -44,8 +44,8 @@ def accept(target: Tensor, draft: Tensor, drafts: Tensor, uniforms: Tensor) -> t
     """Return how many drafts stay, and the token after them; together they are distributed as the target's own.
 
     A draft x stays with probability min(1, p(x) / q(x)) if all before it did. The token after them comes from the
-    normalised max(p - q, 0) where a draft was refused, else from p (Leviathan et al. 2023, arXiv 2211.17192, algorithm 1;
-    Chen et al. 2023, arXiv 2302.01318).
+    normalised max(p - q, 0) where a draft was refused, else from p (Leviathan et al., arXiv 2211.17192, algorithm 1;
+    Chen et al., arXiv 2302.01318).
 
     Args:
         target: p [n + 1, V], after the last known token and after each draft.

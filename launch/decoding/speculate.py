@@ -42,16 +42,10 @@ class _Clock:
 
 @torch.inference_mode()
 def decode(target: PreTrainedModel, prompt: Sequence[int], limits: Limits, seed: Seed = (0,)) -> Decoding:
-    """Decode with the target alone, one token a pass.
-
-    Args:
-        target: a causal language model with its head.
-        prompt: at least one token id; the answer ends where the target's positions end.
-        limits: of the answer.
-        seed: of its random numbers.
+    """Decode with the target alone, one token a pass; the answer ends where the target's positions end at the latest.
 
     Raises:
-        DataError: the prompt is empty or longer than the target's positions, or no new token is asked for.
+        DataError: the prompt is empty or longer than the target's positions, or no new token is wanted.
     """
     answer, clock = Answer(target, prompt, limits, seed), _Clock(target.device)
     with TargetCache(target) as cache:
@@ -74,19 +68,11 @@ def speculate(
     limits: Limits,
     seed: Seed = (0,),
 ) -> Decoding:
-    """Decode with drafts: what `decode` gives, in fewer target passes.
+    """Decode as `decode` does, in fewer target passes, with drafts of a draft model on the same device.
 
     The anchor is the last known token; the target has not seen it, the context is all rows before it. A round
     drafts up to B - 1 tokens after the anchor, runs anchor and drafts through the target, emits the drafts up to
     the first that the target refuses, then a token of the target's own, which is the next anchor.
-
-    Args:
-        target: a causal language model with its head.
-        draft: a draft model of this target, on the same device.
-        config: the configuration of the draft model.
-        prompt: as the other arguments and the errors, see `decode`.
-        limits: of the answer.
-        seed: of its random numbers.
     """
     answer, clock = Answer(target, prompt, limits, seed), _Clock(target.device)
     drafter = BlockDrafter(draft, config, target)
@@ -108,11 +94,7 @@ def _add_one(answer: Answer, logits: Tensor, sampling: Sampling) -> None:
 
 
 def _round(answer: Answer, drafter: BlockDrafter, cache: TargetCache, num_slots: int, sampling: Sampling) -> Tensor:
-    """Draft, verify and emit; the tokens of the cache are pending.
-
-    Returns:
-        The taps [n, K, H] of the anchor and the emitted drafts.
-    """
+    """Draft, verify and emit; return the taps [n, K, H] of the anchor and the emitted drafts, pending in the cache."""
     num_drafts, anchor = min(num_slots, answer.room - 1), answer.tokens[-1]
     draft = drafter.logits(anchor)[:num_drafts]
     uniforms = torch.from_numpy(answer.random.random(2 * num_slots + 1)).to(draft.device)

@@ -1,4 +1,4 @@
-"""Documents through the target, packed as a drafter trains on them: a target process and a fetch in one, without a ring.
+"""Run documents through the target and pack them as a drafter trains on them: a target process and a fetch without a ring.
 
 T real tokens, K taps, H hidden size.
 """
@@ -28,31 +28,29 @@ class TargetFeatures:
 
     def pack(self, rows: TargetRows) -> PackedBatch:
         """Run the target on padded rows; hidden states [T, K, H] on the device."""
-        places = torch.from_numpy(rows.token_index).to(self._device)
+        indices = torch.from_numpy(rows.token_index).to(self._device)
         checksum = torch.zeros((), dtype=torch.int64, device=self._device)
         hidden_states = torch.empty(len(rows.token_index), *self._shape, dtype=self._dtype, device=self._device)
 
         def keep(tap_index: int, tap: Tensor) -> None:
-            pack(tap, places, hidden_states[:, tap_index], checksum)
+            pack(tap, indices, hidden_states[:, tap_index], checksum)
 
         self._model.run(rows.input_ids.to(self._device), keep)
+        packed = rows.packed
         return PackedBatch(
             hidden_states=hidden_states,
-            position_ids=torch.from_numpy(rows.packed.position_ids).long().to(self._device),
-            input_ids=rows.packed.input_ids.astype(np.int64),
-            loss_mask=rows.packed.loss_mask.astype(np.bool_),
-            cu_seqlens=rows.packed.cu_seqlens.astype(np.int64),
-            sample_ids=rows.packed.sample_ids.astype(np.int64),
+            position_ids=torch.from_numpy(packed.position_ids).long().to(self._device),
+            input_ids=packed.input_ids.astype(np.int64),
+            loss_mask=packed.loss_mask.astype(np.bool_),
+            cu_seqlens=packed.cu_seqlens.astype(np.int64),
+            sample_ids=packed.sample_ids.astype(np.int64),
         )
 
 
 def pack_features(
     config: Config, tokens: Sequence[NDArray[np.integer]], masks: Sequence[NDArray[np.generic]], device: torch.device
 ) -> PackedBatch:
-    """Run the target on documents in one padded batch; hidden states float32 [T, K, H] on `device`, numbered from 0.
-
-    Raises:
-        ModelError: the target cannot be read.
-    """
-    rows = make_rows(tokens, masks, range(len(tokens)), max(map(len, tokens)))
-    return TargetFeatures(config, device, torch.float32).pack(rows)
+    """Run documents in one padded batch; hidden states float32 [T, K, H] on `device`. ModelError as `TargetFeatures`."""
+    return TargetFeatures(config, device, torch.float32).pack(
+        make_rows(tokens, masks, range(len(tokens)), max(map(len, tokens)))
+    )

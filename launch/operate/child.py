@@ -52,7 +52,7 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """Whether it was started and its end was not taken yet."""
+        """Return whether it was started and its end was not taken yet."""
         return self._process is not None
 
     @property

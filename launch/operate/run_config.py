@@ -86,8 +86,8 @@ def count_gpus() -> int:
 
 
 def _absent_devices(config: Config) -> Iterator[str]:
-    sides = {"targets.devices": config.targets.devices, "drafters.devices": config.drafters.devices}
-    indices = {key: [int(name.removeprefix("cuda:")) for name in names if name != "cpu"] for key, names in sides.items()}
+    devices = {"targets.devices": config.targets.devices, "drafters.devices": config.drafters.devices}
+    indices = {key: [int(name.removeprefix("cuda:")) for name in names if name != "cpu"] for key, names in devices.items()}
     num_gpus = count_gpus() if any(indices.values()) else 0
     for key, wanted in indices.items():
         if max(wanted, default=-1) >= num_gpus:

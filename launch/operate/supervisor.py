@@ -60,7 +60,7 @@ class Supervisor:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether the actors are being stopped, for whatever reason."""
+        """Return whether the actors are being stopped, for any reason."""
         return bool(self._num_interrupts or self.failure or self._all_done("drafter"))
 
     def stop(self) -> None:

@@ -1,20 +1,20 @@
-"""Finds where a drafter as it was trained differs from what an inference engine executes, and names the first stage.
+"""Find where a trained drafter differs from the one that an inference engine executes, and name the first stage.
 
     python -m launch.parity RUN                                  its export against its checkpoint in training form
     python -m launch.parity DIR --model TARGET                   a drafter's folder against the training form for this target
     python -m launch.parity DIR --reference RUN                  a folder against the checkpoint of a run
     python -m launch.parity DIR --model TARGET --reference DIR   two folders
 
-What is checked is always executed as an engine does: one block behind cached keys and values, settings and weights out
-of the folder with the engines' defaults, embedding, head and hidden states out of the target's own files by transformers.
-With a run, --model names the target that the engine loads, where it is not the one of training. Both sides compute in
-float32 from the weights rounded to bfloat16, so what differs is a fault and no rounding.
+The subject is always executed as an engine does: one block behind cached keys and values, settings and weights out of the
+folder with the engines' defaults, embedding, head and hidden states out of the target's own files by transformers. With a
+run, --model names the target that the engine loads, where it is not the one of training. Both sides compute in float32
+from equal weights, so a difference is a fault and no rounding.
 
-What can be known without a run: whether rotation, masks and shapes are those that training uses for this target. What
-cannot: which layers, window, mask token or weights the drafter had while it was trained. Wrong ones execute like right
-ones. What contradicts the target is told as a doubt (a mask token that text contains, layer ids that are the usual ones
-off by one, a norm that was never loaded); the rest shows only beside the run, or beside a folder that is known to be right.
-A random head is the target's fault, not the folder's: give the engine's target as --model beside the run.
+Known without a run: whether rotation, masks and shapes are those that training uses for this target. Unknown: which layers,
+window, mask token or weights the drafter had while it was trained; wrong ones execute like right ones. Settings that
+contradict the target are reported as warnings (a mask token that text contains, layer ids off by one, a norm that was never
+loaded); other faults show only beside the run, or beside a folder that is known to be right. A random head is the target's
+fault, not the folder's: give the engine's target as --model beside the run.
 
 Exit code 0: the same; 1: something differs; 2: bad input.
 """
@@ -26,16 +26,14 @@ from pathlib import Path
 import msgspec
 import torch
 
-from launch.arguments import parse_device, run_command
-from launch.parity.report import format_report, make_report, to_json
-from launch.parity.sides import Request, run_both
+from launch.arguments import make_parser, parse_device, run_command
+from launch.parity.report import format_report
+from launch.parity.request import answer
 
 
-def parse(argv: list[str] | None) -> tuple[Request, bool]:
-    """The request, and whether the answer is to be JSON."""
-    parser = argparse.ArgumentParser(
-        prog="python -m launch.parity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = make_parser("parity", __doc__)
     parser.add_argument("subject", type=Path, metavar="RUN|DIR", help="run directory or a drafter's folder")
     parser.add_argument("--reference", metavar="WHAT", help="training, a run directory or a drafter's folder")
     parser.add_argument("--model", type=Path, metavar="TARGET", help="the engine's target (default: that of the run)")
@@ -50,15 +48,14 @@ def parse(argv: list[str] | None) -> tuple[Request, bool]:
     for name in ("num_documents", "max_tokens", "threads"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')}: needed at least 1, found {getattr(arguments, name)}")
-    torch.set_num_threads(arguments.threads)
-    return Request(**{name: getattr(arguments, name) for name in Request._fields}), arguments.json
+    return arguments
 
 
-def _compare(parsed: tuple[Request, bool]) -> int:
-    request, as_json = parsed
-    report = make_report(run_both(request))
-    as_text = msgspec.json.format(msgspec.json.encode(to_json(report)), indent=2).decode()  # null for what is not finite
-    print(as_text if as_json else format_report(report))
+def _compare(options: argparse.Namespace) -> int:
+    torch.set_num_threads(options.threads)
+    report = answer(options)
+    as_text = msgspec.json.format(msgspec.json.encode(report), indent=2).decode()  # null for numbers that are not finite
+    print(as_text if options.json else format_report(report))
     return 0 if report.same else 1
 
 

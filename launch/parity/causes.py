@@ -1,6 +1,6 @@
-"""From the first difference to its likely cause, in one sentence.
+"""Name the likely cause of the first difference, in one sentence.
 
-The tables below look at the numbers themselves, so that they hold for folders of any origin. D head_dim.
+Each function reads the numbers themselves, so it holds for folders of any origin. D head_dim.
 """
 
 import math
@@ -10,99 +10,86 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from launch.parity.stages import ROUNDING, Trace, Verdict, find
+from launch.parity.compare import ROUNDING, Deviation, Verdict
+from launch.parity.stages import OLDER_KEYS, Trace, find
 
 
-class Side(NamedTuple):
-    """One executed drafter.
+class Executed(NamedTuple):
+    """A drafter with its trace; tensors and tap layers as in launch.parity.reference."""
 
-    Attributes:
-        name: in words.
-        trace: what it computed.
-        tensors: its weights by the names of z-lab's layout, float32.
-        layer_ids: target layers that it taps, zero-based.
-    """
-
-    name: str
     trace: Trace
     tensors: Mapping[str, Tensor]
-    layer_ids: list[int]
+    tap_layers: list[int]
 
 
-def likely_cause(verdict: Verdict, needed: Side, found: Side) -> str:
-    """What most often makes this stage differ when all before it agree."""
-    if verdict.note:
+def likely_cause(verdict: Verdict, needed: Executed, found: Executed) -> str:
+    """Return the most frequent cause of a difference in this stage while all stages before it agree."""
+    worst = verdict.worst
+    if worst is None:
         return f"the two are drafters of another shape ({verdict.note})"
-    assert verdict.place is not None
     match verdict.stage:
         case "tokens":
-            return _tokens(verdict)
+            return _explain_tokens(worst)
         case "loss mask":
             return "the two disagree on which tokens are supervised, so blocks start or end elsewhere"
         case "taps":
-            return _taps(needed, found)
+            return _explain_taps(needed, found)
         case "rotary angles":
-            return _angles(verdict, needed, found)
+            return _explain_angles(worst, needed, found)
         case "masks":
-            return _masks(verdict, needed, found)
+            return _explain_masks(worst.where, *_both(worst.where, "masks", needed, found))
         case "embeddings":
             return "the embedding is not the target's, or is scaled on one side only"
         case "logits":
-            return _logits(verdict, needed, found)
+            return _explain_logits(*_both(worst.where, "logits", needed, found))
         case "accepted tokens":
             return "the logits agree, so one side does not take the largest"
-    return _weights(verdict, needed, found)
+    return _explain_weights(verdict.stage, worst.where, needed, found)
 
 
-def _tokens(verdict: Verdict) -> str:
-    assert verdict.place is not None
-    if verdict.place.channel == 0:
+def _both(where: str, stage: str, needed: Executed, found: Executed) -> tuple[Tensor, Tensor]:
+    """Return the values of a reading that both traces have."""
+    first, second = find(needed.trace, stage, where), find(found.trace, stage, where)
+    assert first is not None and second is not None
+    return first, second
+
+
+def _explain_tokens(worst: Deviation) -> str:
+    if worst.channel == 0:
         return "the blocks begin with other tokens: the anchor is not the last known token on one side"
-    return (
-        f"mask_token_id: masked slots are filled with {verdict.place.found:.0f}, "
-        f"the drafter learnt them as {verdict.place.needed:.0f}"
-    )
+    return f"mask_token_id: masked slots are filled with {worst.found:.0f}, the drafter learnt them as {worst.needed:.0f}"
 
 
-def _taps(needed: Side, found: Side) -> str:
-    if needed.layer_ids == found.layer_ids:
-        return "the same layers are tapped, so the targets differ: other weights, or another place inside the layer"
-    shifts = {b - a for a, b in zip(needed.layer_ids, found.layer_ids, strict=True)}
-    text = f"target_layer_ids: layers {found.layer_ids} are tapped, needed {needed.layer_ids}"
+def _explain_taps(needed: Executed, found: Executed) -> str:
+    if needed.tap_layers == found.tap_layers:
+        return "the same layers are tapped, so the targets differ: other weights, or other outputs of a layer"
+    shifts = {b - a for a, b in zip(needed.tap_layers, found.tap_layers, strict=True)}
+    text = f"target_layer_ids: layers {found.tap_layers} are tapped, needed {needed.tap_layers}"
     if shifts in ({1}, {-1}):
         text += f", off by {shifts.pop():+d} (z-lab's layout holds zero-based ids, speculators' layout ids + 1)"
     return text
 
 
-def _angles(verdict: Verdict, needed: Side, found: Side) -> str:
-    """Told from the turn per position of every channel, its angle at position 1."""
-    assert verdict.place is not None
-    if verdict.place.where.endswith("by the older keys"):
+def _explain_angles(worst: Deviation, needed: Executed, found: Executed) -> str:
+    """Read the cause from the rotation per position of every channel, its angle at position 1."""
+    if worst.where.endswith(OLDER_KEYS):
         return (
             "the older keys rope_theta and rope_scaling of config.json contradict rope_parameters, "
             "and an engine that reads the older ones turns heads by other angles"
         )
-    turns, other = (_turns(side.trace) for side in (needed, found))
+    cosines, sines = (_both(f"{name}, document 0", "rotary angles", needed, found) for name in ("cosine", "sine"))
+    turns, other = (torch.atan2(sine[1], cosine[1]).double() for cosine, sine in zip(cosines, sines, strict=True))
     still = int((other == 0).sum())
     if still > int((turns == 0).sum()):
         return f"partial_rotary_factor: {still} of {len(other)} channels of a head are not rotated, where a drafter rotates all"
-    theta, other_theta = _theta(turns), _theta(other)
+    theta, other_theta = _find_theta(turns), _find_theta(other)
     if theta and other_theta and abs(math.log(other_theta / theta)) > 1e-3:
         return f"rope_theta: the angles differ channel by channel as theta {other_theta:.6g} does from {theta:.6g}"
     return "rope_scaling: another kind of scaling, such as YaRN on one side only"
 
 
-def _turns(trace: Trace) -> Tensor:
-    """[D], radians per position."""
-    where = "document 0"
-    cosine, sine = (find(trace, "rotary angles", f"{name}, {where}") for name in ("cosine", "sine"))
-    assert cosine is not None
-    assert sine is not None
-    return torch.atan2(sine[1], cosine[1]).double()
-
-
-def _theta(turns: Tensor) -> float | None:
-    """The base of turns theta^(-i / half), or None where they are not of this form."""
+def _find_theta(turns: Tensor) -> float | None:
+    """Return the base of rotations [D] of the form theta^(-i / half), or None where they have another form."""
     half = len(turns) // 2
     turns = turns[:half]
     if half < 2 or bool((turns <= 0).any()):
@@ -112,42 +99,30 @@ def _theta(turns: Tensor) -> float | None:
     return theta if bool(((turns / expected).log().abs() < 0.01).all()) else None
 
 
-def _masks(verdict: Verdict, needed: Side, found: Side) -> str:
-    assert verdict.place is not None
-    where = verdict.place.where
-    wanted, seen = find(needed.trace, "masks", where), find(found.trace, "masks", where)
-    assert wanted is not None
-    assert seen is not None
-    size, long = len(wanted), where.endswith("long document")
-    end = wanted.shape[1] - (0 if long else 1)
-    if not long and bool((wanted[:, -1] | seen[:, -1]).any()):
+def _explain_masks(where: str, needed: Tensor, found: Tensor) -> str:
+    size, long = len(needed), where.endswith("long document")  # a long document has no last column for other documents
+    end = needed.shape[1] - (0 if long else 1)
+    if not long and bool((needed[:, -1] | found[:, -1]).any()):
         return "one side looks at rows of another document or block"
-    inside = slice(end - size, end)
-    ahead = [bool(mask[:, inside].triu(1).any()) for mask in (wanted, seen)]
-    if ahead[0] != ahead[1]:
-        ways = ["both ways", "causally"] if ahead[1] else ["causally", "both ways"]
+    was_both_ways, is_both_ways = (bool(mask[:, end - size : end].triu(1).any()) for mask in (needed, found))
+    if was_both_ways != is_both_ways:
+        ways = ("both ways", "causally") if is_both_ways else ("causally", "both ways")
         return f"is_causal or layer_types: this layer looks {ways[0]} inside a block, the drafter learnt to look {ways[1]}"
-    counts = [int(mask[0].sum()) for mask in (wanted, seen)]
     return (
-        f"sliding_window, use_sliding_window or layer_types: the first row of a block sees {counts[1]} rows, "
-        f"the drafter learnt with {counts[0]}"
+        f"sliding_window, use_sliding_window or layer_types: the first row of a block sees {int(found[0].sum())} rows, "
+        f"the drafter learnt with {int(needed[0].sum())}"
     )
 
 
-def _logits(verdict: Verdict, needed: Side, found: Side) -> str:
-    assert verdict.place is not None
-    wanted, got = (find(side.trace, "logits", verdict.place.where) for side in (needed, found))
-    assert wanted is not None
-    assert got is not None
-    likeness = float(torch.cosine_similarity(wanted, got, dim=1).mean())
+def _explain_logits(needed: Tensor, found: Tensor) -> str:
+    likeness = float(torch.cosine_similarity(needed, found, dim=1).mean())
     kind = "is unlike the needed one: random, or of another model" if abs(likeness) < 0.5 else "is another"
     return f"the hidden states agree, so the head differs: it {kind} (cosine of the logits {likeness:.2f})"
 
 
-def _weights(verdict: Verdict, needed: Side, found: Side) -> str:
-    """Which tensors of the stage differ."""
-    assert verdict.place is not None
-    names = [name for name in needed.tensors if _belongs(name, verdict.stage, verdict.place.where)]
+def _explain_weights(stage: str, where: str, needed: Executed, found: Executed) -> str:
+    """Name the tensors of the stage that differ."""
+    names = [name for name in needed.tensors if _belongs(name, stage, where)]
     differing = [name for name in names if _differs(needed.tensors[name], found.tensors.get(name))]
     if not differing:
         return "the weights of this stage agree, so the arithmetic differs: rms_norm_eps, hidden_act, or the order of heads"
@@ -169,7 +144,7 @@ def _belongs(name: str, stage: str, where: str) -> bool:
 
 
 def _differs(needed: Tensor, found: Tensor | None) -> bool:
-    """Beyond rounding, or not a number."""
+    """Return True for a distance beyond rounding, and for numbers that are none."""
     if found is None or found.shape != needed.shape:
         return True
     return not bool((found - needed).abs().max() <= ROUNDING * needed.abs().max())

@@ -1,7 +1,4 @@
-"""A drafter's folder, read as an inference engine reads it, with the engines' defaults.
-
-L layers, D head_dim.
-"""
+"""Read a drafter's folder as an inference engine reads it, with the engines' defaults. D head_dim."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,97 +11,71 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common.errors import CheckpointError
 from common.run_dir import read_object
-from common.target_shape import default_tap_layers
 from common.weights import locate_tensors, read_tensors
-from services.drafter.folder.layouts import Layout, detect, find_foreign
+from services.drafter.folder.drafter_folder import read_drafter
+from services.drafter.folder.layouts import detect, find_foreign, get_nested
 
-DEFAULT_THETA = 10000.0  # what transformers takes where a config.json names no theta
-_PREFIX = "model."
-_OWN = ("mask_token_id", "target_layer_ids", "block_size")  # at the top, where dflash_config does not say it
+DEFAULT_THETA = 10000.0  # of transformers, where a config.json names no theta
 _OF_SPECULATORS = ("layer_types", "sliding_window")  # at the top these override the decoder's
-_OUTER = ["fc.weight", "hidden_norm.weight", "norm.weight"]
-_ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"]
-_LAYER = ["input_layernorm", *(f"self_attn.{name}" for name in _ATTENTION), "post_attention_layernorm"]
-_LAYER += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+_NEEDED = ("block_size", "mask_token_id", "tap_layers", "num_layers", "num_attention_heads", "hidden_size", "intermediate_size")
+_PREFIX = "model."
 
 
 class LayerKind(NamedTuple):
-    """What a layer may see.
+    """The rows that a layer may see."""
 
-    Attributes:
-        window: W, rows of context and block that end with the asking one; 0 for all.
-        causal: inside the block.
-    """
-
-    window: int
-    causal: bool
+    window: int  # W, rows of context and block that end with the query's own; 0 for all
+    causal: bool  # inside the block
 
 
 class Rope(NamedTuple):
-    """How positions turn heads.
+    """The rotation of heads."""
 
-    Attributes:
-        inv_freq: float32 [D' / 2], radians per position; D' rotated channels, the first of each head.
-        scaling: what cosine and sine are multiplied by; 1 but for YaRN and its like.
-    """
-
-    inv_freq: Tensor
-    scaling: float
+    inv_freq: Tensor  # float32 [D' / 2], radians per position; D' rotated channels, the first of each head
+    scaling: float  # factor of cosine and sine; 1 but for YaRN and its like
 
 
 class Folder(NamedTuple):
-    """What an engine knows of a drafter.
-
-    `content` is config.json in z-lab's layout, `foreign` what it states that no drafter of ours does, one sentence each;
-    `tensors` are float32, under z-lab's names.
-    """
+    """A drafter as an engine knows it."""
 
     path: Path
-    content: dict[str, Any]
-    foreign: list[str]
-    block_size: int
-    mask_token_id: int
-    target_layer_ids: list[int]
-    kinds: list[LayerKind]
-    num_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    eps: float
+    content: dict[str, Any]  # config.json with the keys of the decoder at the top
+    settings: dict[str, Any]  # under the names of DraftConfig and TargetShape
+    foreign: list[str]  # settings that no drafter of ours has, one sentence each
+    kinds: list[LayerKind]  # of every layer
     activation: str
-    rope: Rope
-    other_rope: Rope | None  # by the other of the two schemas, where config.json has both
-    tensors: dict[str, Tensor]
+    rope: Rope  # by `rope_parameters`, as transformers 5 reads it
+    older_rope: Rope | None  # by the older keys, where config.json has both
+    tensors: dict[str, Tensor]  # float32, under z-lab's names
 
 
 def read_folder(path: Path) -> Folder:
     """Read config.json, in any of the layouts that engines read, and the weights.
 
     Raises:
-        CheckpointError: unreadable, or a key or a tensor that every engine needs is missing.
+        CheckpointError: unreadable, or a key that every engine needs is missing.
         ModelError: no weights.
     """
-    tensors, layout, written = _read(path)
+    written = read_object(path / "config.json", CheckpointError)
+    names = sorted(locate_tensors(path))
+    layout = detect(written, set(names))
+    ours = {name: layout.renamed.get(name, name).removeprefix(_PREFIX) for name in names}
+    if "fc.weight" not in ours.values():
+        raise CheckpointError(f"{path}: needed a drafter with the tensor fc.weight, found none of this name")
     try:
-        content = _in_one_layout(written, layout, tensors)
-        own, heads, num_layers = content["dflash_config"], content["num_attention_heads"], content["num_hidden_layers"]
-        head_dim = content.get("head_dim") or content["hidden_size"] // heads
-        rope, other_rope = _ropes(content, head_dim)
+        content = _flatten(written) if layout.name == "speculators" else written
+        settings = _read_settings(path, written)
+        rope, older_rope = _ropes(content, settings["head_dim"])
         return Folder(
             path=path,
             content=content,
+            settings=settings,
             foreign=[f"{key} is {found}, where training has {needed}" for key, needed, found in find_foreign(written, layout)],
-            block_size=content["block_size"],
-            mask_token_id=own["mask_token_id"],
-            target_layer_ids=own["target_layer_ids"],
-            kinds=[layer_kind(content, kind) for kind in content.get("layer_types") or ["full_attention"] * num_layers],
-            num_heads=heads,
-            num_key_value_heads=content.get("num_key_value_heads") or heads,
-            head_dim=head_dim,
-            eps=content.get("rms_norm_eps", 1e-6),
-            activation=_activation(content),
+            kinds=[layer_kind(content, kind) for kind in settings["layer_types"]],
+            activation=_known(content.get("hidden_act", "silu"), ACT2FN, "hidden_act"),
             rope=rope,
-            other_rope=other_rope,
-            tensors=_complete(path, tensors, num_layers),
+            older_rope=older_rope,
+            tensors=_read_tensors(path, ours),
         )
     except KeyError as error:
         raise CheckpointError(f"{path / 'config.json'}: needed the key {error}, found none") from error
@@ -114,50 +85,42 @@ def read_folder(path: Path) -> Folder:
         ) from error
 
 
-def _read(path: Path) -> tuple[dict[str, Tensor], Layout, dict[str, Any]]:
-    """The tensors by our names, the layout and config.json as it is."""
-    content = read_object(path / "config.json", CheckpointError)
-    names = sorted(locate_tensors(path))
-    layout = detect(content, set(names))
-    ours = {name: layout.renamed.get(name, name).removeprefix(_PREFIX) for name in names}
-    if "fc.weight" not in ours.values():
-        raise CheckpointError(f"{path}: needed a drafter with the tensor fc.weight, found none of this name")
-    tensors = read_tensors(path, names, torch.device("cpu"), torch.float32)
-    return {ours[name]: tensor for name, tensor in tensors.items()}, layout, content
-
-
-def _in_one_layout(content: dict[str, Any], layout: Layout, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """config.json as z-lab would write it; vLLM rewrites that of speculators in the same way before it runs it."""
-    outer = {key: content[key] for key in _OF_SPECULATORS if content.get(key) is not None}
-    inner = content if layout.name != "speculators" else {**content["transformer_layer_config"], **outer}
-    own = {key: content[key] for key in _OWN if content.get(key) is not None} | (content.get("dflash_config") or {})
-    ids = content.get("aux_hidden_state_layer_ids") or own.get("target_layer_ids")
-    if ids is None:  # SpecForge and TorchSpec compute them by z-lab's rule
-        num_taps = tensors["fc.weight"].shape[1] // content["hidden_size"]
-        ids = default_tap_layers(content["num_target_layers"], num_taps)
-    if layout.name == "speculators":  # vLLM makes of this key one value for every layer, full ones too
-        own["causal"] = not content.get("sliding_window_non_causal", True)
-    own["target_layer_ids"] = [layer - layout.tap_offset for layer in ids]
-    return {**inner, "block_size": content.get("block_size") or own["block_size"], "dflash_config": own}
-
-
 def layer_kind(content: dict[str, Any], layer_type: str) -> LayerKind:
-    """What vLLM and transformers make of a layer type.
+    """Return the kind that vLLM and transformers make of a layer type.
 
     The first of these keys decides for all layers whether a block is causal: `is_causal`, `dflash_config.is_causal`,
-    `dflash_config.causal`; where none is there, sliding layers are and full layers are not (vLLM 46104 and 52816).
-    A window counts only with `use_sliding_window`, which is false where it is not written (Qwen3Config).
+    `dflash_config.causal`; without them sliding layers are causal and full layers are not (vLLM 46104 and 52816).
+    A window counts only with `use_sliding_window`, which defaults to false (Qwen3Config).
     """
-    own = content.get("dflash_config") or {}
     sliding = layer_type == "sliding_attention"
-    said = (content.get("is_causal"), own.get("is_causal"), own.get("causal"))
-    causal = next((bool(value) for value in said if value is not None), sliding)
+    stated = (get_nested(content, path) for path in ("is_causal", "dflash_config.is_causal", "dflash_config.causal"))
+    causal = next((bool(value) for value in stated if value is not None), sliding)
     window = content.get("sliding_window") if sliding and content.get("use_sliding_window") else None
     return LayerKind(int(window or 0), causal)
 
 
+def _flatten(written: dict[str, Any]) -> dict[str, Any]:
+    """Rewrite config.json of speculators as vLLM does before it runs the drafter."""
+    outer = {key: written[key] for key in _OF_SPECULATORS if written.get(key) is not None}
+    causal = not written.get("sliding_window_non_causal", True)  # one value for every layer, full ones too
+    return {**written["transformer_layer_config"], **outer, "dflash_config": {"causal": causal}}
+
+
+def _read_settings(path: Path, written: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings; KeyError where one is missing that every engine needs."""
+    settings = read_drafter(path).settings
+    needed = {key: settings[key] for key in _NEEDED}
+    needed["block_size"] = written.get("block_size") or needed["block_size"]  # engines read the key at the top first
+    return {**settings, **needed, "layer_types": settings["layer_types"] or ["full_attention"] * needed["num_layers"]}
+
+
+def _read_tensors(path: Path, ours: dict[str, str]) -> dict[str, Tensor]:
+    tensors = read_tensors(path, list(ours), torch.device("cpu"), torch.float32)
+    return {ours[name]: tensor for name, tensor in tensors.items()}
+
+
 def _ropes(content: dict[str, Any], head_dim: int) -> tuple[Rope, Rope | None]:
-    """What transformers 5 reads, where `rope_parameters` comes first, and what an older reader takes, if that is there."""
+    """Return the rotation by the newer keys, and by the older ones where both are there."""
     older = {**(content.get("rope_scaling") or {})}
     older |= {key: content[key] for key in ("rope_theta", "partial_rotary_factor") if content.get(key) is not None}
     newer = {**older, **(content.get("rope_scaling") or content.get("rope_parameters") or {})}
@@ -170,35 +133,18 @@ def _rope(content: dict[str, Any], parameters: dict[str, Any], head_dim: int) ->
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind == "default":
         rotated = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
-        return _default_rope(theta, rotated)
-    if kind not in ROPE_INIT_FUNCTIONS:
-        raise ValueError(f"rope_type {kind}")
+        return Rope(1.0 / theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated), 1.0)
     config = Qwen3Config(
         head_dim=head_dim,
         hidden_size=content["hidden_size"],
         num_attention_heads=content["num_attention_heads"],
         max_position_embeddings=content.get("max_position_embeddings", 32768),
-        rope_parameters={**parameters, "rope_theta": theta, "rope_type": kind},
+        rope_parameters={**parameters, "rope_theta": theta, "rope_type": _known(kind, ROPE_INIT_FUNCTIONS, "rope_type")},
     )
     return Rope(*ROPE_INIT_FUNCTIONS[kind](config))
 
 
-def _activation(content: dict[str, Any]) -> str:
-    activation: str = content.get("hidden_act", "silu")
-    if activation not in ACT2FN:
-        raise ValueError(f"hidden_act {activation}")
-    return activation
-
-
-def _default_rope(theta: float, num_channels: int) -> Rope:
-    """Without scaling."""
-    return Rope(1.0 / theta ** (torch.arange(0, num_channels, 2, dtype=torch.float32) / num_channels), 1.0)
-
-
-def _complete(path: Path, tensors: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:
-    """The tensors, if none is missing."""
-    needed = [*_OUTER, *(f"layers.{index}.{name}.weight" for index in range(num_layers) for name in _LAYER)]
-    missing = [name for name in needed if name not in tensors]
-    if missing:
-        raise CheckpointError(f"{path}: needed the tensors {', '.join(missing)}, found none of these names")
-    return tensors
+def _known(value: str, functions: Any, key: str) -> str:
+    if value not in functions:
+        raise ValueError(f"{key} {value}")
+    return value

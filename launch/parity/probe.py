@@ -1,7 +1,4 @@
-"""What both sides are run on: a few documents, and a few blocks of each.
-
-n tokens of a document.
-"""
+"""Choose the documents and blocks that are executed. n tokens of a document."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -27,13 +24,13 @@ class Document(NamedTuple):
 
 
 def candidates(loss_mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Where a block may start: a supervised row that another one follows. [n]"""
+    """Mark the rows where a block may start: a supervised row that another one follows. [n]"""
     offered: NDArray[np.bool_] = loss_mask & np.append(loss_mask[1:], False)
     return offered
 
 
 def read_documents(folder: Path, num_documents: int, max_tokens: int) -> list[Document]:
-    """The first samples of a data set that have a block, each cut to `max_tokens` or just behind its first answer's start.
+    """Return the first samples that have a block, each cut to `max_tokens` or just behind its first answer's start.
 
     Raises:
         DataError: unreadable, or no sample with a block.
@@ -53,14 +50,7 @@ def read_documents(folder: Path, num_documents: int, max_tokens: int) -> list[Do
 
 
 def make_documents(vocab_size: int, forbidden: Collection[int], longest: int, seed: int) -> list[Document]:
-    """Random token ids, for where there is no data; none of `forbidden`, which text would not contain either.
-
-    Args:
-        vocab_size: ids are below it.
-        forbidden: ids to leave out, such as the mask token.
-        longest: tokens of the longest document; at least that of the others.
-        seed: of the ids.
-    """
+    """Make documents of random ids, for a folder without data; none has a `forbidden` id, such as the mask token."""
     random = np.random.default_rng(seed)
     ids = np.setdiff1d(np.arange(vocab_size), np.array(sorted(forbidden), np.int64))
     lengths = [*_GENERATED_LENGTHS, max(longest, _GENERATED_LENGTHS[-1])]
@@ -68,7 +58,7 @@ def make_documents(vocab_size: int, forbidden: Collection[int], longest: int, se
 
 
 def _document(input_ids: NDArray[np.int64], loss_mask: NDArray[np.bool_]) -> Document:
-    """A document with blocks at the first, the last and evenly spread candidates between."""
+    """Return a document with blocks at the first, the last and evenly spread candidates between."""
     rows = np.flatnonzero(candidates(loss_mask))
     chosen = np.unique(np.linspace(0, len(rows) - 1, NUM_ANCHORS).round().astype(int))
     return Document(input_ids, loss_mask, rows[chosen].tolist() if len(rows) else [])

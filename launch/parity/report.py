@@ -1,62 +1,36 @@
-"""A comparison as a table for people and as JSON for programs."""
+"""A comparison as JSON for programs and as a table for people."""
 
-from typing import Any, NamedTuple
+import msgspec
 
-from launch.parity.causes import likely_cause
-from launch.parity.sides import Outcome
-from launch.parity.stages import EXACT_STAGES, ROUNDING, STAGES, Trace, Verdict, compare, find, first_difference
+from launch.parity.compare import ROUNDING, Verdict
+from launch.parity.stages import EXACT_STAGES, STAGES, Trace, find
 
 COLUMNS = "{:<16} {:>10} {:>10} {:>20} {:>11}  {}"
 
 
-class Report(NamedTuple):
-    """All that is said of two drafters.
+class Accepted(msgspec.Struct, frozen=True, kw_only=True):
+    """Drafts accepted per block, where the text says which tokens are right."""
 
-    Attributes:
-        needed: the reference, in words.
-        found: what was checked, in words.
-        verdicts: one for every stage compared.
-        first: the stage where the fault is, or None.
-        cause: of `first`, in one sentence; empty where nothing differs.
-        doubts: what looks wrong and cannot be decided from the files.
-        num_blocks: blocks that both drafted.
-        acceptance: drafts accepted per block, needed and found, where the text says what is right.
-    """
+    needed: float
+    found: float
 
-    needed: str
-    found: str
-    verdicts: list[Verdict]
-    first: Verdict | None
-    cause: str
-    doubts: list[str]
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of the JSON."""
+
+    same: bool
+    needed: str  # the reference, in words
+    found: str  # the subject, in words
+    first_difference: str | None  # the stage of the fault
+    cause: str | None
+    warnings: list[str]  # of what seems wrong with the subject and cannot be decided by executing it
     num_blocks: int
-    acceptance: tuple[float, float]
-
-    @property
-    def same(self) -> bool:
-        """No stage differs."""
-        return self.first is None
+    accepted_per_block: Accepted
+    stages: list[Verdict]  # in the order of the forward
 
 
-def make_report(outcome: Outcome) -> Report:
-    """Compare two sides."""
-    needed, found = outcome.needed, outcome.found
-    verdicts = compare(needed.trace, found.trace)
-    first = first_difference(verdicts)
-    return Report(
-        needed=needed.name,
-        found=found.name,
-        verdicts=verdicts,
-        first=first,
-        cause=likely_cause(first, needed, found) if first else "",
-        doubts=outcome.doubts,
-        num_blocks=len(found.trace["accepted tokens"]),
-        acceptance=(accepted_per_block(needed.trace, found.trace), accepted_per_block(found.trace, found.trace)),
-    )
-
-
-def accepted_per_block(drafts: Trace, labels: Trace) -> float:
-    """Mean length of the prefix of every block's drafts that equals the text."""
+def count_accepted(drafts: Trace, labels: Trace) -> float:
+    """Return the mean length of the prefix of every block's drafts that equals the text."""
     counts = []
     for reading in drafts["accepted tokens"]:
         true = find(labels, "loss mask", f"labels, {reading.where}")
@@ -66,54 +40,38 @@ def accepted_per_block(drafts: Trace, labels: Trace) -> float:
 
 
 def format_report(report: Report) -> str:
-    """The table, then what differs first and why."""
+    """Return the table, then the first difference and its cause."""
     lines = [f"needed: {report.needed}", f"found:  {report.found}", ""]
     lines.append(COLUMNS.format("stage", "largest", "its bound", "differing", "of", "verdict"))
-    verdicts = {verdict.stage: verdict for verdict in report.verdicts}
-    lines += [_line(stage, verdicts.get(stage)) for stage in STAGES]
-    lines += ["", f"accepted drafts per block: needed {report.acceptance[0]:.2f}, found {report.acceptance[1]:.2f}"]
-    lines[-1] += f" ({report.num_blocks} blocks)"
-    if report.first is None:
+    verdicts = {verdict.stage: verdict for verdict in report.stages}
+    lines += [_format_row(stage, verdicts.get(stage)) for stage in STAGES]
+    accepted = report.accepted_per_block
+    lines += [
+        "",
+        f"accepted drafts per block: needed {accepted.needed:.2f}, found {accepted.found:.2f} ({report.num_blocks} blocks)",
+    ]
+    if report.first_difference is None:
         lines.append(f"the same: no number is further apart than {ROUNDING:.0e} of its row's largest (float32 on both sides)")
     else:
-        lines += ["", f"first difference: {report.first.stage}", *_describe(report.first), f"likely cause: {report.cause}"]
-    return "\n".join(lines + [f"doubt: {doubt}" for doubt in report.doubts])
+        described = _describe(verdicts[report.first_difference])
+        lines += ["", f"first difference: {report.first_difference}", *described, f"likely cause: {report.cause}"]
+    return "\n".join(lines + [f"warning: {warning}" for warning in report.warnings])
 
 
-def _line(stage: str, verdict: Verdict | None) -> str:
+def _format_row(name: str, verdict: Verdict | None) -> str:
     if verdict is None:
-        return COLUMNS.format(stage, "", "", "", "", "given").rstrip()
+        return COLUMNS.format(name, "", "", "", "", "given").rstrip()
+    largest, bound = ("", "exact") if name in EXACT_STAGES else (f"{verdict.difference:.1e}", f"{verdict.bound:.1e}")
     word = "same" if verdict.same else "DIFFERS"
-    exact = stage in EXACT_STAGES
-    largest, bound = ("", "exact") if exact else (f"{verdict.difference:.1e}", f"{verdict.bound:.1e}")
-    return COLUMNS.format(stage, largest, bound, f"{verdict.num_differing:,}", f"{verdict.num_values:,}", word)
+    return COLUMNS.format(name, largest, bound, f"{verdict.num_differing:,}", f"{verdict.num_values:,}", word)
 
 
 def _describe(verdict: Verdict) -> list[str]:
-    if verdict.place is None:
+    worst = verdict.worst
+    if worst is None:
         return [f"  {verdict.note}"]
-    place = verdict.place
-    apart = f"apart {abs(place.needed - place.found):.3g}, bound {place.bound:.3g}"
     return [
-        f"  {place.where}, row {place.row}, channel {place.channel}",
-        f"  needed {place.needed:.6g}, found {place.found:.6g}, {apart}",
+        f"  {worst.where}, row {worst.row}, channel {worst.channel}",
+        f"  needed {worst.needed:.6g}, found {worst.found:.6g}, "
+        f"apart {abs(worst.needed - worst.found):.3g}, bound {worst.bound:.3g}",
     ]
-
-
-def to_json(report: Report) -> dict[str, Any]:
-    """The same content as plain values."""
-    return {
-        "same": report.same,
-        "needed": report.needed,
-        "found": report.found,
-        "first_difference": report.first.stage if report.first else None,
-        "cause": report.cause or None,
-        "doubts": report.doubts,
-        "num_blocks": report.num_blocks,
-        "accepted_per_block": {"needed": report.acceptance[0], "found": report.acceptance[1]},
-        "stages": [_verdict_to_json(verdict) for verdict in report.verdicts],
-    }
-
-
-def _verdict_to_json(verdict: Verdict) -> dict[str, Any]:
-    return verdict._asdict() | {"same": verdict.same, "place": verdict.place._asdict() if verdict.place else None}

@@ -86,7 +86,11 @@ def test_data_set_without_samples(small_reference: LaunchedRun, run: LaunchedRun
 
 
 def test_made_up_data_that_cannot_be_made(run: LaunchedRun) -> None:
-    refuse(run.start("data.synthetic.min_length=1"), 2, "data.synthetic.min_length: needed 2 to", "found 1")
+    refuse(
+        run.start("data.synthetic.max_length=11"),
+        2,
+        "data.synthetic.min_length: needed at most data.synthetic.max_length 11, found 12",
+    )
     assert [path.name for path in run.directory.iterdir()] == ["lock"]  # known only when the data are made
 
 

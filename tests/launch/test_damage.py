@@ -1,11 +1,13 @@
 """Prepared data in a real run: the table of its plan, and damage that ends the run with file and rows named."""
 
+import json
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from common import config as configuration
 from common.data.dataset import Dataset
 from common.data.writer import DatasetWriter
 from tests.builders.launched_runs import CONFIG, LaunchedRun
@@ -67,3 +69,14 @@ def test_a_set_saved_by_hugging_face_is_trained_on_as_it_is(config: Path, run: L
     assert plain.start(*SETTINGS, config=config).end() == 0, plain.log_tails()
     assert "supervised         not counted" in run.stdout
     assert run.losses() == plain.losses() and len(run.losses()) >= 3
+
+
+def test_the_configuration_of_an_earlier_version_is_read(config: Path, tmp_path: Path) -> None:
+    """Its key `data.skip_damaged` is gone."""
+    loaded = configuration.load(config, [])
+    configuration.write(loaded, tmp_path)
+    path = tmp_path / "config.json"
+    tree = json.loads(path.read_text())
+    tree["data"]["skip_damaged"] = False
+    path.write_text(json.dumps(tree))
+    assert configuration.read(tmp_path) == loaded

@@ -83,7 +83,7 @@ def test_a_crash_loop_names_the_culprit_and_its_last_lines(run: LaunchedRun) -> 
 
 
 def test_deaths_in_a_row_end_the_run_with_what_the_actor_said_last(run: LaunchedRun) -> None:
-    """However long each life lasts; of a death within its first forward nothing is left."""
+    """Deaths end the run however long each incarnation lasts; one that dies in its first forward leaves no output."""
     run.directory.mkdir()
     faults = {"target-0": [Fault("target.mid_forward")] * 3}
     (run.directory / "faults.json").write_bytes(msgspec.json.encode(faults))
@@ -143,7 +143,7 @@ def test_a_supervisor_that_fails_leaves_a_report_and_no_process(run: LaunchedRun
     run.wait_for_step(1)
     os.kill(run.pid("target-0"), signal.SIGKILL)
     (run.directory / "logs").rename(run.directory / "elsewhere")
-    (run.directory / "logs").write_text("in the way of the next life")
+    (run.directory / "logs").write_text("in the way of the next incarnation")
     assert run.end() == 1
     report = read_report(run)
     assert (report["cause"], report["actor"]) == ("supervisor failed", None)

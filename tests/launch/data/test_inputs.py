@@ -186,6 +186,12 @@ def test_points_in_time_are_no_reason_to_refuse_a_file(tmp_path: Path, name: str
     assert set(row) == {"messages", "category"}
 
 
+def test_functions_beside_the_messages_are_read_from_a_table(tmp_path: Path) -> None:
+    row = {"messages": [{"role": "user", "content": "a"}], "functions": [{"name": "f"}]}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet") == [row]
+
+
 def test_rows_without_a_column_that_is_read_are_rows(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "a.parquet")
     assert read(tmp_path / "a.parquet") == [{}, {}]

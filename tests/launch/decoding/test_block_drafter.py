@@ -48,8 +48,8 @@ def taps_of(count: int, seed: int = 0) -> Tensor:
 
 def attention_of_one(length: int, block_size: int, window: int) -> DenseAttention:
     """That of the training, for one block behind one context."""
-    places = BlockAnchors(np.array([length]), np.array([0]), np.array([True]))
-    return DenseAttention(key_runs(places, block_size, window, np.arange(block_size)), length, block_size, CPU)
+    anchors = BlockAnchors(np.array([length]), np.array([0]), np.array([True]))
+    return DenseAttention(key_runs(anchors, block_size, window, np.arange(block_size)), length, block_size, CPU)
 
 
 def alone(draft: DraftModel, config: Config, target: Any, taps: Tensor, anchor: int) -> Tensor:

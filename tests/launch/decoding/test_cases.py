@@ -1,4 +1,4 @@
-"""What is decoded, and in which order: files of prompts, held-out samples, conversations turn by turn."""
+"""Cases from files of prompts and held-out samples, and conversations turn by turn."""
 
 import json
 from collections import Counter

@@ -92,7 +92,7 @@ def test_text_says_what_was_left_out() -> None:
     assert not any("on a CPU" in line for line in lines)
 
 
-def test_differences_are_told_apart() -> None:
+def test_ties_and_other_differences_are_counted_apart() -> None:
     report = report_of(TIE, OTHER)
     assert report.total.lossless == Lossless(num_same=2, num_ties=1, num_other=1)
     assert report.categories["chat"].lossless == Lossless(num_same=2, num_ties=0, num_other=0)

@@ -52,7 +52,7 @@ def exact_joint(target: Any, sampling: Sampling) -> NDArray[np.float64]:
 
 
 def count(samples: list[list[int]]) -> NDArray[np.int64]:
-    """How often each answer came: [V ** m]."""
+    """Count each answer: [V ** m]."""
     numbers = np.ravel_multi_index(np.array(samples).T, (VOCABULARY,) * NUM_TOKENS)
     return np.bincount(numbers, minlength=VOCABULARY**NUM_TOKENS)
 

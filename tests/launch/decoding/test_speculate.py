@@ -1,4 +1,4 @@
-"""Acceptance tests 4, 6 and 7: inference equals training, speculation equals greedy, the walk equals decoding.
+"""Acceptance tests 4, 6 and 7: inference equals training, speculation equals greedy, the exact count equals decoding.
 
 Shapes: N blocks, B block size, V vocabulary.
 """
@@ -88,7 +88,7 @@ def test_greedy_equals_generate(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("num_steps", "least", "most"), [(0, 1.0, 1.3), (15, 1.3, 2.5), (80, 2.5, 4.0)])
-def test_exact_walk_equals_real_decoding(tmp_path: Path, num_steps: int, least: float, most: float) -> None:
+def test_exact_count_equals_real_decoding(tmp_path: Path, num_steps: int, least: float, most: float) -> None:
     config, target = make_target(tmp_path, "qwen3")
     lengths = [1, 2, 30, 23]
     answers = [greedy(target, prompt, length).tokens for prompt, length in zip(PROMPTS, lengths, strict=True)]
@@ -100,9 +100,9 @@ def test_exact_walk_equals_real_decoding(tmp_path: Path, num_steps: int, least: 
             rounds[accepted] += 1
     model: Any = target
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    walked = evaluate_batch(draft, embedding, head, batch, config)
-    assert np.array_equal(walked, decoded)  # round by round, of every length
-    found = summarise(walked.sum(0))
+    counted = evaluate_batch(draft, embedding, head, batch, config)
+    assert np.array_equal(counted, decoded)  # round by round, of every length
+    found = summarise(counted.sum(0))
     assert found.num_tokens == sum(lengths) - len(lengths)
     assert least <= found.acceptance <= most  # so that short and long jumps were met
 

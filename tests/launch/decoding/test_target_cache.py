@@ -10,7 +10,7 @@ from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer
 
 from common.errors import ModelError
-from launch.decoding.passes import check_cache
+from launch.decoding.difference import check_cache
 from launch.decoding.target_cache import TargetCache
 from tests.builders.cache_rounds import float64_everywhere, largest_error
 from tests.builders.small_decodings import KINDS, PROMPTS, TARGETS
@@ -76,7 +76,7 @@ def test_a_target_that_counts_positions_from_the_start_of_a_pass_is_refused(
 
 
 def test_cache_layers_that_nobody_proved_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class UnheardOfLayer(DynamicLayer):
+    class UnheardOfLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """A layer of a later version of transformers."""
 
     _, target = make_target(tmp_path, "llama")

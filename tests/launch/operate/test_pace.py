@@ -1,4 +1,4 @@
-"""What bounds a run, from what its actors say of their waiting."""
+"""The side that bounds a run, from the waiting times of its actors."""
 
 import pytest
 

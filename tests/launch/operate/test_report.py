@@ -37,7 +37,7 @@ def test_summary_of_a_run_that_never_stepped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("evaluated", "last_step", "is_done", "told"),
+    ("evaluated", "last_step", "is_done", "shown"),
     [
         ([0], 7, False, "1.000 before training"),
         ([0, 4], 7, False, "1.000 before, 1.500 after step 4"),
@@ -48,10 +48,10 @@ def test_summary_of_a_run_that_never_stepped(tmp_path: Path) -> None:
     ],
 )
 def test_summary_claims_no_evaluation_that_was_not_made(
-    tmp_path: Path, evaluated: list[int], last_step: int, is_done: bool, told: str
+    tmp_path: Path, evaluated: list[int], last_step: int, is_done: bool, shown: str
 ) -> None:
     metrics = MetricsWriter(tmp_path, "drafter-0")
     metrics.write(step=last_step, loss=3.0)
     for step in evaluated:
         write_evaluation(metrics, step, 1.5 if step else 1.0)
-    assert f"held-out acceptance length             {told}\n" in summarize(tmp_path, 1, is_done=is_done)
+    assert f"held-out acceptance length             {shown}\n" in summarize(tmp_path, 1, is_done=is_done)

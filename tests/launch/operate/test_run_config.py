@@ -83,7 +83,7 @@ def test_data_of_another_tokenizer_are_refused_with_both_names(run: LaunchedRun,
     assert start(run, data, f"model.path={tmp_path}/prepared").end() == 0, run.stderr
 
 
-def test_a_vocabulary_is_its_tokens_and_ids_whatever_the_file_looks_like(tmp_path: Path) -> None:
+def test_a_vocabulary_is_its_tokens_and_ids_in_any_layout_of_the_file(tmp_path: Path) -> None:
     def fingerprint(**content: object) -> str:
         (tmp_path / "tokenizer.json").write_text(json.dumps(content))
         return fingerprint_vocabulary(tmp_path)

@@ -79,11 +79,28 @@ def test_restarts_are_counted_per_actor(fds: SharedFds, tmp_path: Path) -> None:
     supervisor._channel.close()
 
 
-def die(supervisor: Supervisor, fds: SharedFds, place: int, *, num_batches: int = 0, step: int = 0) -> str:
-    """One life of an actor with what it shows, and its end; returns why the run was given up."""
-    child = supervisor.children[place]
-    supervisor._board.wipe(place)
-    notices = Notices(fds.board, place, os.getpid())
+def test_an_actor_that_starts_outlives_a_request_for_its_stacks(tmp_path: Path) -> None:
+    """The run directory has no config.json, so the first actor that is far enough refuses its input."""
+    rings = [memory.create("ring", TOPOLOGY.ring_bytes) for _ in range(TOPOLOGY.num_rings)]
+    fds = SharedFds(rings, memory.create("control", TOPOLOGY.table_bytes), memory.create("board", TOPOLOGY.board_bytes))
+    supervisor = make_supervisor(fds, tmp_path)
+    before = signal.getsignal(signal.SIGUSR1)
+
+    def request_stacks() -> None:
+        for child in supervisor.children:
+            child.send(signal.SIGUSR1)
+
+    assert not supervisor.run(request_stacks)
+    assert supervisor.failure.endswith("ended with exit code 2")
+    assert {child.last_exit.code for child in supervisor.children if child.last_exit} <= {2, -signal.SIGKILL}
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def die(supervisor: Supervisor, fds: SharedFds, index: int, *, num_batches: int = 0, step: int = 0) -> str:
+    """Let an incarnation show its figures and end; return why the run was given up."""
+    child = supervisor.children[index]
+    supervisor._board.wipe(index)
+    notices = Notices(fds.board, index, os.getpid())
     notices.phase(Phase.READY)
     notices.add(num_batches=num_batches)
     notices.show_step(step, 10, 1.0)
@@ -98,7 +115,7 @@ EXCHANGE, TARGET, OTHER_TARGET, DRAFTER, OTHER_DRAFTER = range(5)
 
 
 @pytest.mark.parametrize(
-    ("place", "lives", "others", "is_over"),
+    ("index", "ends", "others", "is_over"),
     [
         (TARGET, [(1, 0), (0, 0), (0, 0)], {}, True),  # it once made a batch, and then no more
         (TARGET, [(0, 0), (1, 0), (0, 0)], {}, False),
@@ -113,17 +130,22 @@ EXCHANGE, TARGET, OTHER_TARGET, DRAFTER, OTHER_DRAFTER = range(5)
     ],
 )
 def test_deaths_in_a_row_without_progress_end_the_run(
-    fds: SharedFds, tmp_path: Path, place: int, lives: list[tuple[int, int]], others: dict[int, tuple[int, int]], is_over: bool
+    fds: SharedFds,
+    tmp_path: Path,
+    index: int,
+    ends: list[tuple[int, int]],
+    others: dict[int, tuple[int, int]],
+    is_over: bool,
 ) -> None:
-    """Whatever the time: batches and steps of three lives of an actor, and what others come to before the last."""
+    """At any time: batches and steps of three incarnations of an actor, and what others come to before the last."""
     settings = configuration.load(CONFIG, ["supervision.max_restarts=100"])
     supervisor = Supervisor(settings, TOPOLOGY, fds, Board(fds.board, len(TOPOLOGY.actors)), tmp_path)
-    for num_batches, step in lives[:-1]:
-        assert die(supervisor, fds, place, num_batches=num_batches, step=step) == ""
+    for num_batches, step in ends[:-1]:
+        assert die(supervisor, fds, index, num_batches=num_batches, step=step) == ""
     for other, (num_batches, step) in others.items():
         assert die(supervisor, fds, other, num_batches=num_batches, step=step) == ""
-    num_batches, step = lives[-1]
-    failure = die(supervisor, fds, place, num_batches=num_batches, step=step)
-    name, times = TOPOLOGY.actors[place].name, "3 times without a new batch or step between"
+    num_batches, step = ends[-1]
+    failure = die(supervisor, fds, index, num_batches=num_batches, step=step)
+    name, times = TOPOLOGY.actors[index].name, "3 times without a new batch or step between"
     assert failure == (f"{name} ended {times}, last with exit code 1: RuntimeError: no luck" if is_over else "")
     supervisor._channel.close()

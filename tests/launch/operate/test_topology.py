@@ -23,7 +23,7 @@ def test_actors_come_in_the_order_of_their_start() -> None:
 
 
 def test_memory_of_a_run() -> None:
-    """Of a slot: 4 KiB header, 256 tokens x 2 taps x 32 x 2 bytes and the rows, rounded up to 2 MiB."""
+    """A slot has a 4 KiB header, 256 tokens x 2 taps x 32 x 2 bytes and the rows, rounded up to 2 MiB."""
     topology = plan_topology(configuration.load(CONFIG, ["ring.num_slots=3"]))
     assert topology.num_rings == 2
     assert topology.ring_bytes == 3 * 2 * 2**20

@@ -196,9 +196,9 @@ def compare(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple
     return code, json.loads(capsys.readouterr().out)
 
 
-def place(report: dict[str, Any]) -> dict[str, Any]:
-    """Where the first stage that differs does so."""
-    found: dict[str, Any] = next(stage for stage in report["stages"] if not stage["same"])["place"] or {"where": ""}
+def worst(report: dict[str, Any]) -> dict[str, Any]:
+    """Return the worst number of the first stage that differs."""
+    found: dict[str, Any] = next(stage for stage in report["stages"] if not stage["same"])["worst"] or {"where": ""}
     return found
 
 
@@ -210,10 +210,10 @@ def test_beside_the_run_every_fault_is_named(
     plant(drafter)
     code, report = compare(capsys, drafter, "--reference", untouched)
     assert (code, report["same"], report["first_difference"]) == (1, False, stage)
-    assert place(report)["where"].startswith(where)
+    assert worst(report)["where"].startswith(where)
     assert cause in report["cause"]
     if where:
-        assert abs(place(report)["needed"] - place(report)["found"]) > place(report)["bound"]
+        assert abs(worst(report)["needed"] - worst(report)["found"]) > worst(report)["bound"]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -232,14 +232,14 @@ def test_a_window_that_no_document_reaches(tmp_path: Path, capsys: pytest.Captur
     edit_config(run / "export", sliding_window=4999)
     code, report = compare(capsys, run)
     assert (code, report["first_difference"]) == (1, "masks")
-    assert place(report)["where"] == "layer 0, block at row 40000 of a long document"
+    assert worst(report)["where"] == "layer 0, block at row 40000 of a long document"
     assert report["cause"].endswith("the first row of a block sees 4999 rows, the drafter learnt with 5000")
 
 
 def test_a_number_that_is_none(untouched: Path, drafter: Path, capsys: pytest.CaptureFixture[str]) -> None:
     edit_tensor(drafter, "layers.0.mlp.up_proj.weight", lambda weight: weight * float("nan"))
     code, report = compare(capsys, drafter, "--reference", untouched)
-    assert (code, report["first_difference"], place(report)["found"]) == (1, "hidden states", None)
+    assert (code, report["first_difference"], worst(report)["found"]) == (1, "hidden states", None)
     assert report["cause"].endswith(": layers.0.mlp.up_proj.weight")
 
 
@@ -257,7 +257,7 @@ def test_a_head_that_came_with_the_folder(untouched: Path, drafter: Path, capsys
     save_file(tensors | {"lm_head.weight": torch.randn(64, 32)}, drafter / "model.safetensors", metadata={"format": "pt"})
     code, report = compare(capsys, drafter, "--model", untouched / "target")
     assert (code, report["first_difference"]) == (1, "logits")
-    assert report["doubts"] == ["lm_head.weight is in the folder: an engine that loads it does not use the target's"]
+    assert report["warnings"] == ["lm_head.weight is in the folder: an engine that loads it does not use the target's"]
 
 
 def test_a_trainer_that_took_the_wrong_theta(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -273,16 +273,16 @@ def test_two_folders(untouched: Path, drafter: Path, capsys: pytest.CaptureFixtu
     arguments = (untouched / "export", "--model", untouched / "target", "--reference", drafter)
     code, report = compare(capsys, *arguments)
     assert (code, report["first_difference"]) == (1, "tokens")
-    assert (place(report)["needed"], place(report)["found"], place(report)["channel"]) == (5, 63, 1)
+    assert (worst(report)["needed"], worst(report)["found"], worst(report)["channel"]) == (5, 63, 1)
 
 
-def test_doubts_about_what_the_target_alone_cannot_decide(
+def test_warnings_about_settings_that_the_target_alone_cannot_decide(
     untouched: Path, drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(untouched / "target", tmp_path / "target")
     edit_config(tmp_path / "target", eos_token_id=[9, 62], pad_token_id=61)
     model = ("--model", tmp_path / "target")
-    for changes, doubt in (
+    for changes, warning in (
         ({"dflash_config": {"mask_token_id": 62}}, "mask_token_id 62 is a beginning, end or padding token of the target"),
         ({"dflash_config": {"mask_token_id": 61}}, "mask_token_id 61 is a beginning, end or padding token of the target"),
         ({"dflash_config": {"mask_token_id": 63, "target_layer_ids": [2, 3]}}, "[1, 2], off by +1"),
@@ -290,11 +290,11 @@ def test_doubts_about_what_the_target_alone_cannot_decide(
         ({"rope_theta": None, "rope_parameters": None}, "names no rope_theta: engines take 10000, the target has 1e+06"),
     ):
         edit_config(drafter, **changes)
-        assert any(doubt in found for found in compare(capsys, drafter, *model)[1]["doubts"]), doubt
+        assert any(warning in found for found in compare(capsys, drafter, *model)[1]["warnings"]), warning
     edit_tensor(drafter, "layers.1.self_attn.k_norm.weight", torch.ones_like)
-    doubts = compare(capsys, drafter, *model)[1]["doubts"]
-    assert "layers.1.self_attn.k_norm.weight is 1 everywhere, unlike that of other layers" in doubts
+    warnings = compare(capsys, drafter, *model)[1]["warnings"]
+    assert "layers.1.self_attn.k_norm.weight is 1 everywhere, unlike that of other layers" in warnings
     token = int(Dataset.open(untouched / "data/eval").read(0).input_ids[0])
     edit_config(drafter, dflash_config={"mask_token_id": token})
     _, report = compare(capsys, drafter, *model, "--data", untouched / "data/eval")
-    assert any(f"mask_token_id {token} stands in the text" in found for found in report["doubts"])
+    assert any(f"mask_token_id {token} stands in the text" in found for found in report["warnings"])

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from common import config as configuration
 from launch.decoding.full_target import load_full_target
 from launch.parity.__main__ import main
+from launch.parity.compare import compare_traces
 from launch.parity.folder import read_folder
 from launch.parity.plain import PlainTarget, run_plain
 from launch.parity.probe import read_documents
-from launch.parity.stages import compare as compare_traces
 from services.drafter.folder.checkpoint import draft_identity, load_weights
 from services.drafter.folder.export import export
 from tests.builders.glimmer import run_glimmer
@@ -57,7 +57,7 @@ def test_an_untouched_export_is_the_same(kind: str, tmp_path: Path, capsys: pyte
     for arguments in (["--reference", str(run)], ["--reference", "training"]):
         code, report = compare(capsys, run, *arguments)
         differing = [stage for stage in report["stages"] if not stage["same"]]
-        assert (code, differing, report["doubts"]) == (0, [], []), arguments
+        assert (code, differing, report["warnings"]) == (0, [], []), arguments
         assert report["num_blocks"] == 12
         closest = max(stage["difference"] / stage["bound"] for stage in report["stages"] if stage["bound"])
         assert 0 < closest < 0.2  # far from an alarm, and both sides did compute
@@ -97,7 +97,7 @@ def test_a_run_with_a_made_up_target_and_no_export_yet(tmp_path: Path, capsys: p
     shutil.rmtree(run / "export")
     code, report = compare(capsys, run)
     assert (code, report["same"], report["first_difference"]) == (0, True, None)
-    assert report["found"].endswith("export of step 3 as an engine runs it")
+    assert report["found"].endswith("export of step-00000003 as an engine runs it")
     assert report["needed"] == f"{run}, checkpoint of step 3, in training form"
 
 
@@ -139,7 +139,7 @@ def test_the_layouts_of_others(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (tmp_path / "torchspec/config.json").write_text(json.dumps(flat))
     save_file(torchspec, tmp_path / "torchspec/model.safetensors")
     code, report = compare(capsys, tmp_path / "torchspec", "--reference", run)
-    assert (code, report["doubts"]) == (0, [])
+    assert (code, report["warnings"]) == (0, [])
 
 
 @pytest.mark.parametrize(("kind", "right"), [("full_attention", True), ("sliding_attention", False)])
@@ -157,7 +157,7 @@ def test_the_speculators_layout_beside_the_run_and_beside_the_target_alone(
         for reference in (("--reference", run), ("--model", run / "target")):
             code, report = compare(capsys, exported, *reference)
             assert (code, report["first_difference"]) == ((0, None) if is_right else (1, "masks")), (flag, reference)
-    assert report["doubts"] == []
+    assert report["warnings"] == []
 
 
 @pytest.mark.parametrize("flag", [True, False, None])
@@ -180,7 +180,7 @@ def test_no_speculators_folder_of_mixed_layers_is_the_same(
     code, report = compare(capsys, theirs, "--reference", run)
     assert (code, report["first_difference"]) == (1, "masks")
     layer = 0 if flag in (True, None) else 1
-    assert report["stages"][6]["place"]["where"].startswith(f"layer {layer}, document 0")
+    assert report["stages"][6]["worst"]["where"].startswith(f"layer {layer}, document 0")
 
 
 def test_the_table_as_typed(tmp_path: Path) -> None:
@@ -222,10 +222,7 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ([tmp_path / "act", "--model", target], "found a value that is none: hidden_act leap"),
         ([tmp_path / "list", "--model", target], "list/config.json: needed an object, found list"),
         ([tmp_path / "text", "--model", target], "text/config.json: not JSON"),
-        (
-            [tmp_path / "odd", "--model", target],
-            "odd/config.json: needed the settings of a drafter, found a value that is none",
-        ),
+        ([tmp_path / "odd", "--model", target], "odd/config.json: needed the key 'block_size', found none"),
         ([tmp_path / "nowhere", "--model", target], "nowhere/config.json: cannot be read: No such file or directory"),
         ([drafter], "--model: needed the folder of the target, found none"),
         ([drafter, "--model", tmp_path / "nowhere"], "needed a model folder with config.json, found none in"),
@@ -241,7 +238,10 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
             [tmp_path / "unknown", "--model", target],
             "unknown does not fit this target: mask_token_id: needed an id below 64, found 64",
         ),
-        ([tmp_path / "less", "--model", target], "less: needed the tensors layers.1.self_attn.k_norm.weight, found none"),
+        (
+            [tmp_path / "less", "--model", target],
+            "less does not fit this target: tensor layers.1.self_attn.k_norm.weight: needed [8], found None",
+        ),
         ([run, "--model", tmp_path / "headless"], "headless: needed a tensor named lm_head.weight, found none"),
         ([tmp_path / "fewer", "--model", target], "tensor fc.weight: needed [32, 32], found [32, 64]"),
     ]

@@ -1,4 +1,4 @@
-"""How launch.parity compares numbers, and that it sees faults in the code of training as well as in files."""
+"""Bounds and mismatches of traces, documents, and faults in the code of training: launch.parity names all of them."""
 
 import json
 from pathlib import Path
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from common.errors import DataError
 from launch.parity.__main__ import main
+from launch.parity.compare import ROUNDING, compare_traces, first_difference
 from launch.parity.probe import candidates, make_documents, read_documents
-from launch.parity.stages import ROUNDING, Reading, compare, first_difference
+from launch.parity.stages import Reading
 from services.drafter.kernels.key_runs import KeyRuns
 from services.drafter.model import model as model_module
 from services.drafter.model import step as step_module
@@ -30,49 +31,51 @@ def taps(values: list[list[float]], where: str = "tap 0") -> dict[str, list[Read
 def test_a_bound_is_relative_to_its_row() -> None:
     needed = [[1000.0, 1.0], [1.0, 0.5]]
     within = [[1000.0, 1.0 + 900 * ROUNDING], [1.0, 0.5 + 0.9 * ROUNDING]]
-    (verdict,) = compare(taps(needed), taps(within))
+    (verdict,) = compare_traces(taps(needed), taps(within))
     assert verdict.same
     assert (verdict.num_values, verdict.num_differing) == (4, 0)
     assert verdict.difference == pytest.approx(900 * ROUNDING, rel=1e-3)
     assert verdict.bound == 1000 * ROUNDING
-    (verdict,) = compare(taps(needed), taps([[1000.0, 1.0], [1.0, 0.5 + 1.1 * ROUNDING]]))
-    assert verdict.place is not None
-    assert verdict.place[:4] == ("tap 0", 1, 1, 0.5)
-    assert verdict.place.bound == ROUNDING
+    (verdict,) = compare_traces(taps(needed), taps([[1000.0, 1.0], [1.0, 0.5 + 1.1 * ROUNDING]]))
+    assert verdict.worst is not None
+    assert (verdict.worst.where, verdict.worst.row, verdict.worst.channel, verdict.worst.needed) == ("tap 0", 1, 1, 0.5)
+    assert verdict.worst.bound == ROUNDING
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
-def test_what_is_not_a_number_is_a_fault_even_on_both_sides(broken: float) -> None:
-    (verdict,) = compare(taps([[1.0, 2.0]]), taps([[1.0, broken]]))
+def test_what_is_not_a_number_is_a_fault_even_where_both_agree(broken: float) -> None:
+    (verdict,) = compare_traces(taps([[1.0, 2.0]]), taps([[1.0, broken]]))
     assert (verdict.num_differing, verdict.difference) == (1, float("inf"))
-    (verdict,) = compare(taps([[float("nan"), 2.0]]), taps([[float("nan"), 2.0]]))
+    (verdict,) = compare_traces(taps([[float("nan"), 2.0]]), taps([[float("nan"), 2.0]]))
     assert not verdict.same
 
 
 def test_exact_stages_have_no_bound() -> None:
     needed, found = ({"tokens": [Reading("block", torch.tensor([[5, 100_000_000 + off]]))]} for off in (0, 1))
-    (verdict,) = compare(needed, found)
+    (verdict,) = compare_traces(needed, found)
     assert (verdict.num_differing, verdict.difference, verdict.bound) == (1, 1.0, 0.0)
 
 
 def test_missing_extra_and_misshapen_readings_are_named() -> None:
     one, two = taps([[1.0, 2.0]]), {"taps": [*taps([[1.0, 2.0]])["taps"], *taps([[3.0, 4.0]], "tap 1")["taps"]]}
-    assert compare(two, one)[0].note == "tap 1: needed [1, 2], found nothing"
-    assert compare(one, two)[0].note == "tap 1: needed nothing, found it"
-    assert compare(one, taps([[1.0]]))[0].note == "tap 0: needed [1, 2], found [1, 1]"
-    assert not any(verdict.same for verdict in (*compare(two, one), *compare(one, two), *compare(one, taps([[1.0]]))))
+    assert compare_traces(two, one)[0].note == "tap 1: needed [1, 2], found nothing"
+    assert compare_traces(one, two)[0].note == "tap 1: needed nothing, found it"
+    assert compare_traces(one, taps([[1.0]]))[0].note == "tap 0: needed [1, 2], found [1, 1]"
+    assert not any(
+        verdict.same for verdict in (*compare_traces(two, one), *compare_traces(one, two), *compare_traces(one, taps([[1.0]])))
+    )
 
 
 def test_the_first_stage_of_the_forward_is_named_and_what_was_given_is_left_out() -> None:
     values = [Reading("here", torch.ones(1, 1))]
     needed, found = {"logits": values, "taps": values}, {"logits": [Reading("here", torch.zeros(1, 1))], "masks": values}
-    verdicts = compare(needed, found)
+    verdicts = compare_traces(needed, found)
     assert [verdict.stage for verdict in verdicts] == ["logits"]
-    verdicts = compare(needed, found | {"taps": found["logits"]})
+    verdicts = compare_traces(needed, found | {"taps": found["logits"]})
     first = first_difference(verdicts)
     assert first is not None
     assert first.stage == "taps"
-    assert first_difference(compare(needed, needed)) is None
+    assert first_difference(compare_traces(needed, needed)) is None
 
 
 @pytest.mark.parametrize(("gap", "same"), [(0.5 * ROUNDING, True), (20 * ROUNDING, False)])
@@ -80,9 +83,9 @@ def test_a_near_tie_may_fall_either_way(gap: float, same: bool) -> None:
     logits = torch.tensor([[4.0, 4.0 - gap, 0.0], [1.0, 0.0, 3.0]])
     needed = {"logits": [Reading("block", logits)], "accepted tokens": [Reading("block", torch.tensor([[0, 2]]))]}
     found = {"logits": [Reading("block", logits)], "accepted tokens": [Reading("block", torch.tensor([[1, 2]]))]}
-    assert compare(needed, found)[1].same is same
+    assert compare_traces(needed, found)[1].same is same
     other = {**found, "accepted tokens": [Reading("block", torch.tensor([[0, 1]]))]}
-    assert not compare(needed, other)[1].same
+    assert not compare_traces(needed, other)[1].same
 
 
 def test_documents_that_are_made_up() -> None:
@@ -119,12 +122,12 @@ def test_faults_in_the_code_of_training(
 ) -> None:
     run = make_run(tmp_path / "run")
 
-    def both_ways(places: BlockAnchors, block_size: int, window: int, rows: Ints) -> KeyRuns:
-        runs = key_runs(places, block_size, window, rows)
+    def both_ways(anchors: BlockAnchors, block_size: int, window: int, rows: Ints) -> KeyRuns:
+        runs = key_runs(anchors, block_size, window, rows)
         return runs._replace(own_end=(rows // block_size + 1) * block_size)
 
-    def leaky(places: BlockAnchors, block_size: int, window: int, rows: Ints) -> KeyRuns:
-        return key_runs(places._replace(starts=places.starts * 0), block_size, window, rows)
+    def leaky(anchors: BlockAnchors, block_size: int, window: int, rows: Ints) -> KeyRuns:
+        return key_runs(anchors._replace(starts=anchors.starts * 0), block_size, window, rows)
 
     def off_by_one(layers: Any, tap_layers: list[int]) -> Capture:
         return Capture(layers, [max(layer - 1, 0) for layer in tap_layers])

@@ -1,0 +1,111 @@
+"""Compare two traces, and name the first stage in which they differ.
+
+Numbers are float32 on both sides, computed from the same bfloat16 weights, so a difference beyond the rounding of float32
+is a fault. R rows, C channels of a reading.
+"""
+
+from collections.abc import Mapping
+
+import msgspec
+import torch
+from torch import Tensor
+
+from launch.parity.stages import STAGES, Reading, Trace, find
+
+ROUNDING = 2.0**-14  # of a row's largest magnitude; float32 rounds at 2^-24 and a forward adds up to 8 % of this bound
+
+
+class Deviation(msgspec.Struct, frozen=True):
+    """One number on both sides."""
+
+    where: str
+    row: int
+    channel: int
+    needed: float
+    found: float
+    bound: float
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """The comparison of one stage."""
+
+    stage: str
+    same: bool
+    num_values: int = 0
+    num_differing: int = 0  # further apart than their bound
+    difference: float = 0.0  # the largest distance of two numbers
+    bound: float = 0.0  # of the two
+    worst: Deviation | None = None  # of the first reading that differs
+    note: str = ""  # on a reading that is missing or of another shape; then no numbers are compared
+
+
+def compare_traces(needed: Trace, found: Trace) -> list[Verdict]:
+    """Return a verdict for every stage that both sides computed, in the order of the forward."""
+    found = {**found, "accepted tokens": _without_ties(needed, found)}
+    return [_compare_stage(stage, needed[stage], found[stage]) for stage in STAGES if stage in needed and stage in found]
+
+
+def first_difference(verdicts: list[Verdict]) -> Verdict | None:
+    """Return the stage of the fault; later differences follow from it, or are faults of their own."""
+    return next((verdict for verdict in verdicts if not verdict.same), None)
+
+
+def _compare_stage(stage: str, needed: list[Reading], found: list[Reading]) -> Verdict:
+    others = {reading.where: reading.values for reading in found}
+    if note := _find_mismatch(needed, others):
+        return Verdict(stage=stage, same=False, note=note)
+    compared = [(reading, *_distances(reading, others[reading.where])) for reading in needed if reading.values.numel()]
+    if not compared:
+        return Verdict(stage=stage, same=True)
+    counts = [int((distance > bound).sum()) for _, distance, bound in compared]
+    _, distance, bound = max(compared, key=lambda each: float(each[1].max()))
+    largest = int(distance.argmax())
+    first = next((each for each, count in zip(compared, counts, strict=True) if count), None)
+    return Verdict(
+        stage=stage,
+        same=first is None,
+        num_values=sum(distance.numel() for _, distance, _ in compared),
+        num_differing=sum(counts),
+        difference=float(distance.flatten()[largest]),
+        bound=float(bound.flatten()[largest]),
+        worst=_find_worst(*first, others) if first else None,
+    )
+
+
+def _find_mismatch(needed: list[Reading], others: Mapping[str, Tensor]) -> str:
+    for reading in needed:
+        other = others.get(reading.where)
+        if other is None or other.shape != reading.values.shape:
+            shape = "nothing" if other is None else list(other.shape)
+            return f"{reading.where}: needed {list(reading.values.shape)}, found {shape}"
+    extra = next(iter(others.keys() - {reading.where for reading in needed}), None)
+    return f"{extra}: needed nothing, found it" if extra else ""
+
+
+def _find_worst(reading: Reading, distance: Tensor, bound: Tensor, others: Mapping[str, Tensor]) -> Deviation:
+    row, channel = divmod(int((distance - bound).argmax()), distance.shape[1])
+    numbers = (float(values[row, channel]) for values in (reading.values, others[reading.where], bound))
+    return Deviation(reading.where, row, channel, *numbers)
+
+
+def _distances(reading: Reading, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the distance of every pair of numbers and its bound, [R, C]; NaN is infinitely far from everything."""
+    needed, found = reading.values.double(), other.double()
+    distance = torch.where(needed == found, 0.0, (needed - found).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    if not reading.values.is_floating_point():
+        return distance, torch.zeros_like(distance)
+    scale = needed.abs().amax(1).nan_to_num() if reading.scale is None else reading.scale.double()
+    return distance, (ROUNDING * scale)[:, None].expand_as(distance)
+
+
+def _without_ties(needed: Trace, found: Trace) -> list[Reading]:
+    """Return the drafts found, but the needed ones where their logits are nearer than their bounds: either is right."""
+    settled = []
+    for reading in found.get("accepted tokens", []):
+        drafts, logits = find(needed, "accepted tokens", reading.where), find(needed, "logits", reading.where)
+        if drafts is not None and logits is not None and drafts.shape == reading.values.shape:
+            gap = logits.gather(1, drafts.T) - logits.gather(1, reading.values.T)
+            tied = gap <= 2 * ROUNDING * logits.abs().amax(1, keepdim=True)
+            reading = reading._replace(values=torch.where(tied.T, drafts, reading.values))
+        settled.append(reading)
+    return settled
