@@ -19,7 +19,6 @@ from typing import Any
 from tqdm import tqdm
 
 from common.data.arrow_file import Sample
-from common.data.writer import DatasetWriter
 from common.errors import DataError
 from common.target_shape import read_vocab_size
 from launch.arguments import make_parser, run_command
@@ -28,6 +27,7 @@ from launch.data.inputs import Input, find_files, find_skipped, parse_input, rea
 from launch.data.rules import Limits, Tally, format_report
 from launch.data.selection import Duplicates, Selection, share_out
 from launch.data.vocabulary import fingerprint_vocabulary
+from launch.data.writer import DatasetWriter
 
 _BYTES_PER_WORKER = 16 << 20  # a worker costs seconds to start
 

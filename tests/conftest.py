@@ -14,6 +14,7 @@ import torch
 
 torch.set_num_threads(1)
 faulthandler.enable()
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup starts what it runs with it ignored
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background with it ignored
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

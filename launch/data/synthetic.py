@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from common.config import Config, SyntheticConfig
 from common.data.dataset import Dataset
-from common.data.writer import DatasetWriter
 from common.errors import ConfigError, DataError
+from launch.data.writer import DatasetWriter
 
 MAX_CYCLES = 16
 CYCLE_LENGTH = 8

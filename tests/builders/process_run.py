@@ -37,13 +37,13 @@ from common.actor.messages import (
 from common.actor.messages import SlotReady as Ready
 from common.config import Config
 from common.data.dataset import Dataset
-from common.data.writer import DatasetWriter
 from common.ring import memory
 from common.ring.checksum import checksum
 from common.ring.layout import SlotHeader, SlotLayout
 from common.ring.ring import RingReader, RingWriter, Rows
 from common.ring.slot_table import table_bytes
 from common.run_dir import exchange_address
+from launch.data.writer import DatasetWriter
 from tests.builders.small_runs import make_config
 from tests.builders.warm_start import FORKS
 

@@ -1,5 +1,6 @@
 """Tiny targets, saved and loaded as real folders, and the configuration of a draft model of theirs."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +60,10 @@ def make_target(folder: Path, model_type: str, *overrides: str, **shape: Any) ->
     (folder / "run.toml").write_text(TOML + f'[model]\npath = "{folder / "target"}"\ndtype = "float32"\n')
     config = load(folder / "run.toml", list(overrides))
     return config, auto.from_pretrained(folder / "target", dtype=torch.float32).eval()
+
+
+def write_shape(folder: Path, **keys: Any) -> Path:
+    """Write a folder that holds a config.json with these keys and nothing else."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(keys))
+    return folder

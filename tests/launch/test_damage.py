@@ -9,7 +9,7 @@ import pytest
 
 from common import config as configuration
 from common.data.dataset import Dataset
-from common.data.writer import DatasetWriter
+from launch.data.writer import DatasetWriter
 from tests.builders.launched_runs import CONFIG, LaunchedRun
 from tests.builders.saved_sets import save_set
 

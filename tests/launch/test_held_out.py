@@ -15,9 +15,9 @@ import torch
 from common import config as configuration
 from common.acceptance import find_best
 from common.data.dataset import Dataset
-from common.data.writer import DatasetWriter
 from common.metrics import read_metrics
 from launch import evaluate, prepare
+from launch.data.writer import DatasetWriter
 from launch.decoding.held_out import count_acceptance
 from services.drafter.folder.checkpoint import checkpoint_folder, draft_identity, load_weights
 from services.drafter.model.model import DraftModel

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from common.data.arrow_file import Sample
 from common.data.dataset import Dataset
-from common.data.writer import DatasetWriter
 from launch import inspect, prepare
+from launch.data.writer import DatasetWriter
 from tests.builders.saved_sets import save_set
 from tests.builders.tiny_chat_model import save_chat_model
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from common.data.dataset import Dataset
-from common.data.writer import DatasetWriter
 from launch import prepare
+from launch.data.writer import DatasetWriter
 from tests.builders.tiny_chat_model import CHATML, save_chat_model
 
 ROOT = Path(__file__).parent.parent.parent

@@ -4,6 +4,7 @@ Its held-out acceptance is measured in four ways that must agree: while it train
 outside of the run; by the count over its export, imported again; and by decoding with that export.
 """
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -52,9 +53,12 @@ def test_the_demo_trains_a_drafter_that_serves(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     run_dir, cache = tmp_path / "run", tmp_path / ".cache" / "headrace"
+    model, *_ = demo.plan(cache, run_dir)
     if overrides:  # the short demo takes the model that is there; the full one makes it again
         cache.mkdir(parents=True)
         (cache / smollm2.name).symlink_to(smollm2)
+        (tmp_path / "marks").mkdir()
+        (tmp_path / "marks" / f"{model.module}.done").write_text(shlex.join(model.command))
     monkeypatch.setenv("HOME", str(tmp_path))  # where ~/.cache/headrace is
     *preparation, training, evaluation = demo.plan(cache, run_dir)
     training = training._replace(arguments=[*training.arguments, *overrides])

@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 
 from common.config import Config, load
-from common.data.writer import DatasetWriter
 from launch.bench.plan import draw_lengths
 from launch.bench.shapes import SHAPES as GPU_SHAPES
 from launch.bench.shapes import config_path, random_target
+from launch.data.writer import DatasetWriter
 from services.exchange.samples import read_run_data
 
 SHAPES = (*GPU_SHAPES, "tiny")

@@ -9,8 +9,8 @@ import pytest
 
 from common.data.arrow_file import Sample, to_batch
 from common.data.dataset import Dataset
-from common.data.writer import ROWS_PER_BATCH, DatasetWriter
 from common.errors import DataError
+from launch.data.writer import ROWS_PER_BATCH, DatasetWriter
 
 
 def make_samples(count: int) -> list[tuple[list[int], list[int]]]:

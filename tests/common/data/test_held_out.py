@@ -10,8 +10,8 @@ from common.config import DataConfig
 from common.data.arrow_file import SCHEMA, ArrowFile, Sample, to_batch
 from common.data.dataset import Dataset
 from common.data.held_out import HeldOut
-from common.data.writer import DatasetWriter
 from common.errors import DataError
+from launch.data.writer import DatasetWriter
 from tests.builders.saved_sets import save_set
 
 CATEGORIES = {"gsm8k": ["", "", ""], "chat": ["maths", "stories", "", "maths"], "code": ["python"]}

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from common.data.dataset import Dataset
-from common.data.writer import DatasetWriter
 from common.errors import DataError
 from launch.data.damage import find_damage
+from launch.data.writer import DatasetWriter
 
 NUM_ROWS = 12
 ROWS_PER_FILE = 5  # files of 5, 5 and 2 rows

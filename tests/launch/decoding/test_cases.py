@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from common.config import Config, DataConfig
-from common.data.writer import DatasetWriter
 from common.errors import DataError
+from launch.data.writer import DatasetWriter
 from launch.decoding.cases import Case, file_cases, first_of_each_category, held_out_cases, typed_case
 from tests.builders.targets import make_target
 from tests.builders.tiny_chat_model import END, make_tokenizer

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from common import config as configuration
-from common.data.writer import DatasetWriter
 from launch import prepare
 from launch.data.vocabulary import fingerprint_vocabulary
+from launch.data.writer import DatasetWriter
 from launch.operate.run_config import count_gpus, resolve
 from tests.builders.launched_runs import CONFIG, LaunchedRun
 from tests.builders.saved_sets import Row, save_set

@@ -198,25 +198,31 @@ def test_the_table_as_typed(tmp_path: Path) -> None:
     assert "\nlikely cause: rope_theta: the angles differ channel by channel as theta 10000 does from 1e+06" in done.stdout
 
 
+def break_drafters(drafter: Path, target: Path, folder: Path) -> None:
+    """Write one broken copy of the drafter, or of the target, for each kind of fault."""
+    changes: dict[str, dict[str, Any]] = {
+        "far": {"dflash_config": {"target_layer_ids": [0, 9]}},
+        "unknown": {"dflash_config": {"mask_token_id": 64}},
+        "fewer": {"dflash_config": {"target_layer_ids": [0]}},
+        "rope": {"rope_parameters": {"rope_type": "spiral"}},
+        "act": {"hidden_act": "leap"},
+    }
+    for name, keys in changes.items():
+        shutil.copytree(drafter, folder / name)
+        edit_config(folder / name, **keys)
+    for name, content in (("list", "[]"), ("text", "nothing"), ("odd", '{"dflash_config": 3}')):
+        shutil.copytree(drafter, folder / name)
+        (folder / name / "config.json").write_text(content)
+    shutil.copytree(drafter, folder / "less")
+    remove_tensor(folder / "less", "layers.1.self_attn.k_norm.weight")
+    shutil.copytree(target, folder / "headless")
+    remove_tensor(folder / "headless", "lm_head.weight")
+
+
 def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run")
     drafter, target = run / "export", run / "target"
-    shutil.copytree(drafter, tmp_path / "far")
-    edit_config(tmp_path / "far", dflash_config={"target_layer_ids": [0, 9]})
-    shutil.copytree(drafter, tmp_path / "unknown")
-    edit_config(tmp_path / "unknown", dflash_config={"mask_token_id": 64})
-    shutil.copytree(drafter, tmp_path / "fewer")
-    edit_config(tmp_path / "fewer", dflash_config={"target_layer_ids": [0]})
-    shutil.copytree(drafter, tmp_path / "less")
-    remove_tensor(tmp_path / "less", "layers.1.self_attn.k_norm.weight")
-    shutil.copytree(target, tmp_path / "headless")
-    remove_tensor(tmp_path / "headless", "lm_head.weight")
-    for name, changes in (("rope", {"rope_parameters": {"rope_type": "spiral"}}), ("act", {"hidden_act": "leap"})):
-        shutil.copytree(drafter, tmp_path / name)
-        edit_config(tmp_path / name, **changes)
-    for name, content in (("list", "[]"), ("text", "nothing"), ("odd", '{"dflash_config": 3}')):
-        shutil.copytree(drafter, tmp_path / name)
-        (tmp_path / name / "config.json").write_text(content)
+    break_drafters(drafter, target, tmp_path)
     cases: list[tuple[list[Any], str]] = [
         ([tmp_path / "rope", "--model", target], "found a value that is none: rope_type spiral"),
         ([tmp_path / "act", "--model", target], "found a value that is none: hidden_act leap"),
@@ -230,18 +236,9 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ([run, "--step", "9"], "step-00000009"),
         ([run, "--data", tmp_path], "data set"),
         ([run, "--reference", tmp_path / "nowhere"], "nowhere/config.json: cannot be read"),
-        (
-            [tmp_path / "far", "--model", target],
-            "far does not fit this target: target_layer_ids: needed layers from 0 to 4, found [0, 9]",
-        ),
-        (
-            [tmp_path / "unknown", "--model", target],
-            "unknown does not fit this target: mask_token_id: needed an id below 64, found 64",
-        ),
-        (
-            [tmp_path / "less", "--model", target],
-            "less does not fit this target: tensor layers.1.self_attn.k_norm.weight: needed [8], found None",
-        ),
+        ([tmp_path / "far", "--model", target], "far does not fit this target: target_layer_ids: needed layers from 0 to 4,"),
+        ([tmp_path / "unknown", "--model", target], "mask_token_id: needed an id below 64, found 64"),
+        ([tmp_path / "less", "--model", target], "tensor layers.1.self_attn.k_norm.weight: needed [8], found None"),
         ([run, "--model", tmp_path / "headless"], "headless: needed a tensor named lm_head.weight, found none"),
         ([tmp_path / "fewer", "--model", target], "tensor fc.weight: needed [32, 32], found [32, 64]"),
     ]

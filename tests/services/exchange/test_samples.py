@@ -8,8 +8,8 @@ import pytest
 
 from common.config import Config, DataConfig
 from common.data.dataset import Dataset
-from common.data.writer import DatasetWriter
 from common.errors import DataError
+from launch.data.writer import DatasetWriter
 from services.exchange.samples import read_run_data
 from tests.builders.small_runs import make_config
 

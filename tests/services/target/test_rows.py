@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from common.data.dataset import Dataset
-from common.data.writer import DatasetWriter
+from launch.data.writer import DatasetWriter
 from services.target.rows import read_rows
 
 LENGTHS = [5, 2, 7]

@@ -10,7 +10,7 @@ import torch
 
 from common.acceptance import Acceptance
 from common.config import Config, DataConfig
-from common.data.writer import DatasetWriter
+from launch.data.writer import DatasetWriter
 from services.drafter.model.acceptance import evaluate_batch, summarise, with_features_of_another_document
 from services.drafter.model.batch import PackedBatch
 from services.drafter.model.model import DraftModel
