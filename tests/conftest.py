@@ -26,11 +26,13 @@ else:
 
 
 WHOLE_RUN_FIXTURES = {"run", "long_run", "reference", "small_reference", "undisturbed", "undisturbed_three", "warm_trials"}
-WHOLE_RUN_FILES = {"test_river", "test_demo", "test_bootstrap", "test_real_model", "test_smollm2", "test_processes"}
+WHOLE_RUN_FILES = {"test_whole_run", "test_demo", "test_bootstrap", "test_real_model", "test_smollm2", "test_processes"}
+LONGEST_FILES = ("test_real_model", "test_chaos", "test_faults", "test_whole_run")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is no CUDA device, and mark those that start whole runs."""
+    """Skip tests marked `gpu` where there is no CUDA device, mark those that start whole runs, put the longest files first."""
+    items.sort(key=lambda item: LONGEST_FILES.index(item.path.stem) if item.path.stem in LONGEST_FILES else len(LONGEST_FILES))
     for item in items:
         if not torch.cuda.is_available() and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
