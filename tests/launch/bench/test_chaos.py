@@ -30,7 +30,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     trial = Trial(tmp_path_factory.mktemp("trials") / "undisturbed", ONE_TARGET)
     outcome = trial.outcome(trial.start().wait())
     assert outcome.exit_code == 0
-    assert outcome.num_steps_repeated == outcome.num_batches_again == outcome.num_rejected == 0
+    assert outcome.num_steps_repeated == outcome.num_rejected == 0  # batches may be computed again: see Router._room_in
     return outcome
 
 
