@@ -24,12 +24,21 @@ class SetAcceptance(Acceptance, frozen=True, kw_only=True):
     categories: dict[str, Acceptance]
 
 
+class SelectorReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of the candidate selector in the acceptance of DFlash 2."""
+
+    acceptance_unary: float  # without it: every slot takes its likeliest token
+    acceptance_oracle: float  # the most that any choice among the candidates reaches
+    recall_per_position: list[float]  # share of the labels of slot k = 1 .. B - 1 that are among its candidates
+
+
 class Evaluation(Acceptance, frozen=True, kw_only=True):
     """All evaluation sets of a run, after one optimizer step."""
 
     step: int
     acceptance_other_prompt: float  # the control: with another prompt's hidden states
     sets: dict[str, SetAcceptance]
+    selector: SelectorReport | None = None  # of DFlash 2
 
     def rows(self) -> Iterator[tuple[str, Acceptance]]:
         """Yield every set, followed by its categories as set/category."""

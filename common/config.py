@@ -11,19 +11,25 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from common.draft_config import DraftConfig, check_draft, complete_draft
 from common.errors import ConfigError
 from common.run_dir import CONFIG, read_object, write_json
 from common.target_limits import refuse_quantized, refuse_scaled_embedding, refuse_special_mask
-from common.target_shape import TargetShape, default_tap_layers, read_target_shape
-from common.typed_toml import Count, Device, Natural, NonNegative, Positive, Share, convert, override, read_toml
-
-DType = Literal["float32", "bfloat16"]
-LayerType = Literal["full_attention", "sliding_attention"]
-_AS_TARGET = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")  # where 0 in [draft]
-
-
-class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One table of the TOML file; unknown keys are errors."""
+from common.target_shape import TargetShape, read_target_shape
+from common.typed_toml import (
+    Count,
+    Device,
+    DType,
+    Natural,
+    NonNegative,
+    Positive,
+    Section,
+    Share,
+    convert,
+    need,
+    override,
+    read_toml,
+)
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
@@ -32,24 +38,6 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     path: str  # a folder with config.json, and with safetensors unless random_init
     random_init: bool = False  # make the weights from the seed instead of reading them from the folder
     dtype: DType = "bfloat16"  # of the target's forward
-
-
-class DraftConfig(Section, frozen=True, kw_only=True):
-    """The draft model. 0 and [] are completed from the target's config.json, as the description says."""
-
-    num_layers: Count = 5  # decoder layers of the draft model
-    block_size: Annotated[int, Meta(ge=2)] = 16  # tokens of a block: the anchor and the drafted ones
-    mask_token_id: Natural  # a vocabulary id that text never contains, never bos, eos or pad
-    tap_layers: list[Natural] = []  # zero-based decoder layers of the target, ascending; [] means evenly spread ones
-    layer_types: list[LayerType] = []  # one per layer; [] means full attention everywhere
-    sliding_window: Natural = 0  # tokens that a sliding_attention layer sees
-    num_attention_heads: Natural = 0  # 0 means as the target
-    num_key_value_heads: Natural = 0  # 0 means as the target
-    head_dim: Natural = 0  # 0 means as the target
-    intermediate_size: Natural = 0  # 0 means as the target
-    dtype: DType = "bfloat16"  # of the weights in the step; the master weights are float32
-    init: str = ""  # a drafter folder of any known layout to begin from; "" means random weights
-    init_fingerprint: str = ""  # of the files in it: filled in by start_all, never by a person
 
 
 class SyntheticConfig(Section, frozen=True, kw_only=True):
@@ -115,6 +103,9 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     weight_decay: NonNegative = 0.0  # of AdamW
     loss: Literal["decay", "dpace"] = "decay"  # weights of the slots of a block
     decay_gamma: Positive = 7.0  # of "decay": the weight of slot k is exp(-(k - 1) / gamma)
+    selector_weight: NonNegative = 1.0  # of dflash2: the selector's loss beside the base loss; 0 trains the rest alone
+    selector_warmup_ratio: Share = 0.0  # share of the steps, from the first, in which the selector's weight is 0
+    selector_ramp_ratio: Share = 0.0  # share of the steps after those in which it rises to selector_weight
     contiguous_prefix: bool = True  # labels of a block end at its first token that is not supervised
     anchors_per_document: Count = 512  # blocks of a sample at most
     anchors_per_batch: Count = 4096  # blocks of a batch at most; launch.balance finds the number that balances both sides
@@ -206,12 +197,13 @@ def load(path: Path, overrides: list[str], stand_in: Path | None = None) -> Conf
     for text in overrides:
         override(tree, text)
     config = convert(tree, Config)
-    _need(config.target_shape is None, "target_shape", "to be left to model.path", "a value")
-    _need(not config.draft.init_fingerprint, "draft.init_fingerprint", "to be left to draft.init", "a value")
+    need(config.target_shape is None, "target_shape", "to be left to model.path", "a value")
+    need(not config.draft.init_fingerprint, "draft.init_fingerprint", "to be left to draft.init", "a value")
     folder = Path(config.model.path).expanduser()
     if stand_in is not None and not folder.exists():
         folder = stand_in
-    config = _complete(config, read_target_shape(folder))
+    shape = read_target_shape(folder)
+    config = msgspec.structs.replace(config, draft=complete_draft(config.draft, shape), target_shape=shape)
     _check(config)
     if not config.model.random_init:
         refuse_quantized(folder)
@@ -233,66 +225,36 @@ def write(config: Config, run_dir: Path) -> None:
     write_json(run_dir / CONFIG, config)
 
 
-def _complete(config: Config, shape: TargetShape) -> Config:
-    draft = config.draft
-    draft = msgspec.structs.replace(
-        draft,
-        tap_layers=draft.tap_layers or default_tap_layers(shape.num_hidden_layers, draft.num_layers),
-        layer_types=draft.layer_types or ["full_attention"] * draft.num_layers,
-        **{name: getattr(draft, name) or getattr(shape, name) for name in _AS_TARGET},
-    )
-    return msgspec.structs.replace(config, draft=draft, target_shape=shape)
-
-
 def _check(config: Config) -> None:
     """Raise ConfigError for the first combination of settings that does not fit."""
-    _check_draft(config.draft, config.shape)
+    check_draft(config.draft, config.shape)
     _check_data(config.data)
     _check_plan(config.plan, config.num_drafters)
     _check_train(config.train, config.plan, config.shape)
     compiles = not config.targets.compile or "cpu" not in config.targets.devices
-    _need(compiles, "targets.compile", "false for targets on a CPU", "true")
-
-
-def _check_draft(draft: DraftConfig, shape: TargetShape) -> None:
-    taps, heads, groups = draft.tap_layers, draft.num_attention_heads, draft.num_key_value_heads
-    sliding = "sliding_attention" in draft.layer_types
-    known = draft.mask_token_id < shape.vocab_size
-    _need(known, "draft.mask_token_id", f"an id below the vocabulary size {shape.vocab_size}", draft.mask_token_id)
-    ascending = taps == sorted(set(taps)) and taps[-1] < shape.num_hidden_layers
-    _need(ascending, "draft.tap_layers", f"ascending from 0 to {shape.num_hidden_layers - 1}", taps)
-    _need(len(draft.layer_types) == draft.num_layers, "draft.layer_types", f"{draft.num_layers} entries", draft.layer_types)
-    _need(not sliding or draft.sliding_window >= 1, "draft.sliding_window", "at least 1", draft.sliding_window)
-    wide = draft.intermediate_size
-    _need(wide >= 1, "draft.intermediate_size", "at least 1, for config.json of the target names none", wide)
-    _need(heads % groups == 0, "draft.num_attention_heads", f"a multiple of num_key_value_heads {groups}", heads)
+    need(compiles, "targets.compile", "false for targets on a CPU", "true")
 
 
 def _check_data(data: DataConfig) -> None:
-    _need(bool(data.path) != (data.synthetic is not None), "data", "either data.path or data.synthetic", "both or neither")
+    need(bool(data.path) != (data.synthetic is not None), "data", "either data.path or data.synthetic", "both or neither")
     num_named = sum([bool(data.eval_path), bool(data.eval_paths), data.synthetic is not None])
-    _need(num_named <= 1, "data", "one of data.eval_path, data.eval_paths and data.synthetic", f"{num_named} of them")
+    need(num_named <= 1, "data", "one of data.eval_path, data.eval_paths and data.synthetic", f"{num_named} of them")
     for name, path in data.eval_paths.items():
-        _need(bool(name and path), "data.eval_paths", "names and folders", f"{name!r} = {path!r}")
+        need(bool(name and path), "data.eval_paths", "names and folders", f"{name!r} = {path!r}")
 
 
 def _check_plan(plan: PlanConfig, num_drafters: int) -> None:
     buckets, capacity = plan.bucket_lengths, plan.max_tokens_per_batch
-    _need(buckets == sorted(set(buckets)), "plan.bucket_lengths", "ascending lengths", buckets)
-    _need(capacity >= buckets[-1], "plan.max_tokens_per_batch", f"room for the longest bucket {buckets[-1]}", capacity)
+    need(buckets == sorted(set(buckets)), "plan.bucket_lengths", "ascending lengths", buckets)
+    need(capacity >= buckets[-1], "plan.max_tokens_per_batch", f"room for the longest bucket {buckets[-1]}", capacity)
     shared = plan.batches_per_step % num_drafters == 0
-    _need(shared, "plan.batches_per_step", f"a multiple of the {num_drafters} drafters", plan.batches_per_step)
+    need(shared, "plan.batches_per_step", f"a multiple of the {num_drafters} drafters", plan.batches_per_step)
 
 
 def _check_train(train: TrainConfig, plan: PlanConfig, shape: TargetShape) -> None:
     samples, window = plan.max_samples_per_batch, train.profile_steps
     fits = train.anchors_per_batch >= samples
-    _need(fits, "train.anchors_per_batch", f"at least plan.max_samples_per_batch {samples}", train.anchors_per_batch)
+    need(fits, "train.anchors_per_batch", f"at least plan.max_samples_per_batch {samples}", train.anchors_per_batch)
     divisible = shape.vocab_size % 16 == shape.hidden_size % 16 == 0
-    _need(train.head == "exact" or divisible, "train.head", "vocabulary and hidden size divisible by 16 for fp8", train.head)
-    _need(not window or (len(window) == 2 and window[0] <= window[1]), "train.profile_steps", "[first, last]", window)
-
-
-def _need(holds: bool, key: str, needed: str, found: object) -> None:
-    if not holds:
-        raise ConfigError(f"{key}: needed {needed}, found {found}")
+    need(train.head == "exact" or divisible, "train.head", "vocabulary and hidden size divisible by 16 for fp8", train.head)
+    need(not window or (len(window) == 2 and window[0] <= window[1]), "train.profile_steps", "[first, last]", window)

@@ -7,7 +7,7 @@ import math
 import re
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, inspect
@@ -20,11 +20,16 @@ Count = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[float, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
+DType = Literal["float32", "bfloat16"]
 Device = Annotated[str, Meta(pattern=r"^(cpu|cuda:\d+)$", description="cpu or cuda:N")]
 _FIELD = re.compile(r"(missing required|contains unknown) field `(.*?)`")
 _PATH = re.compile(r" - at `\$\.?(.*)`$")
 _STEP = re.compile(r"\[.*?\]|[^.\[]+")
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One table of the TOML file; unknown keys are errors."""
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -135,3 +140,9 @@ def _fields(kind: inspect.Type) -> dict[str, inspect.Type]:
         if isinstance(struct, inspect.StructType):
             return {field.name: field.type for field in struct.fields}
     return {}
+
+
+def need(holds: bool, key: str, needed: str, found: object) -> None:
+    """Raise ConfigError unless it holds."""
+    if not holds:
+        raise ConfigError(f"{key}: needed {needed}, found {found}")

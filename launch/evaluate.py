@@ -25,9 +25,10 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from common import config as configuration
-from common.config import Config, DType
+from common.config import Config
 from common.errors import DataError
 from common.run_dir import EXPORT
+from common.typed_toml import DType
 from launch.arguments import make_parser, parse_device, run_command
 from launch.data.chat import load_tokenizer
 from launch.decoding.answer import Decoding, Limits

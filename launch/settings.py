@@ -12,8 +12,8 @@ from typing import get_args, get_type_hints
 
 import msgspec
 
-from common.config import Config, Section
-from common.typed_toml import describe
+from common.config import Config
+from common.typed_toml import Section, describe
 
 _TITLE = "# Settings\n\nEvery key of a configuration, printed by `python -m launch.settings`; do not edit.\n"
 _HEAD = "| key | value | default | meaning |\n| --- | --- | --- | --- |"

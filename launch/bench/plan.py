@@ -14,8 +14,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from common.config import ActorsConfig, Config, DataConfig, DraftConfig, ModelConfig, PlanConfig, TargetsConfig
+from common.config import ActorsConfig, Config, DataConfig, ModelConfig, PlanConfig, TargetsConfig
 from common.data.arrow_file import Int32Array
+from common.draft_config import DraftConfig
 from launch.operate.plan_table import format_plan
 from services.exchange.plan import Plan, samples_per_batch
 from services.exchange.samples import Samples

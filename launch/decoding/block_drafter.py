@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from common.config import DraftConfig
+from common.draft_config import DraftConfig
 from services.drafter.model.attention import DenseAttention, KeysValues
 from services.drafter.model.model import DraftModel
-from services.drafter.model.visibility import BlockAnchors, key_runs
+from services.drafter.model.visibility import BlockAnchors, LayerMask, key_runs
 
 
 class BlockDrafter:
@@ -40,9 +40,9 @@ class BlockDrafter:
     def hidden(self, anchor_token: int) -> Tensor:
         """Return the block [B, H], before the head, whose anchor token comes right after the context."""
         tokens = torch.tensor([anchor_token, self._config.mask_token_id], device=self._device)
-        attends = {window: self._attention(window) for window in set(self._draft.windows)}
+        attends = {mask: self._attention(mask) for mask in set(self._draft.masks)}
         positions = self._positions(self._config.block_size)
-        layers = [attends[window] for window in self._draft.windows]
+        layers = [attends[mask] for mask in self._draft.masks]
         block: Tensor = self._draft(self._embedding(tokens), positions, self._layers, layers)
         return block
 
@@ -50,10 +50,10 @@ class BlockDrafter:
         """Return the logits [B - 1, V] of the tokens after the anchor token."""
         return F.linear(self.hidden(anchor_token)[1:].to(self._head.weight.dtype), self._head.weight)
 
-    def _attention(self, window: int) -> DenseAttention:
+    def _attention(self, mask: LayerMask) -> DenseAttention:
         block_size = self._config.block_size
         block = BlockAnchors(np.array([self._length]), np.array([0]), np.array([True]))
-        runs = key_runs(block, block_size, window, np.arange(block_size))
+        runs = key_runs(block, block_size, mask, np.arange(block_size))
         return DenseAttention(runs, self._length, block_size, self._device)
 
     def _positions(self, count: int) -> Tensor:

@@ -7,9 +7,11 @@ import msgspec
 import torch
 from transformers import PreTrainedModel
 
-from common.config import ActorsConfig, Config, DataConfig, DraftConfig, DType, ModelConfig, PlanConfig, TargetsConfig
+from common.config import ActorsConfig, Config, DataConfig, ModelConfig, PlanConfig, TargetsConfig
+from common.draft_config import DraftConfig
 from common.errors import CheckpointError
 from common.target_shape import TargetShape, read_target_shape
+from common.typed_toml import DType
 from launch.decoding.difference import check_cache
 from launch.decoding.full_target import load_full_target
 from services.drafter.folder.drafter_folder import Drafter, read_drafter, read_fitting_drafter

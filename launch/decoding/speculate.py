@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from common.config import DraftConfig
+from common.draft_config import DraftConfig
 from launch.decoding.answer import Answer, Decoding, Limits
 from launch.decoding.block_drafter import BlockDrafter
 from launch.decoding.sampling import Sampling, accept, draw, probabilities

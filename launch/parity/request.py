@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 
 from common import config as configuration
-from common.config import Config, DraftConfig, ModelConfig
+from common.config import Config, ModelConfig
+from common.draft_config import DraftConfig
 from common.errors import CheckpointError, ModelError
 from common.target_shape import read_target_shape
 from common.weights import find_head

@@ -23,7 +23,8 @@ from services.drafter.model.anchors import Blocks, all_blocks
 from services.drafter.model.attention import DenseAttention, KeysValues
 from services.drafter.model.batch import PackedBatch
 from services.drafter.model.frozen import load_embedding_and_head
-from services.drafter.model.model import DraftModel, Rotation, rotation
+from services.drafter.model.layers import Rotation, rotation
+from services.drafter.model.model import DraftModel
 from services.drafter.model.step import block_hidden, predict_blocks
 from services.drafter.model.visibility import BlockAnchors, key_runs
 
@@ -66,7 +67,7 @@ def _readings(model: DraftModel, config: Config, documents: list[Document], devi
     rows = hidden.view(len(blocks.valid), config.draft.block_size, -1)
     for number, where in _valid_blocks(batch, blocks):
         yield from _block_readings(batch, blocks, calls, config, number, where, rows[number])
-        yield from stages.head_readings(where, rows[number, 1:] @ head.T, drafts[number])
+        yield from stages.head_readings(where, rows[number, 1:] @ head.T, drafts.unary[number])
     angles = rotation(stages.FAR_POSITIONS, model.head_dim, model.rope_theta)
     yield from stages.far_readings(angles, angles, _far_masks(model, config.draft.block_size))
 
@@ -97,8 +98,8 @@ def _run_layers(
     calls: list[LayerCall] = []
 
     def keep(layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-        rows, angles, context, attend, scatter, _ = inputs
-        calls.append(LayerCall(scatter(rows), angles, context, attend.mask, output))
+        rows, angles, context, attend, blocks, _ = inputs
+        calls.append(LayerCall(blocks.expand(rows), angles, context, attend.mask, output))
 
     hooks = [layer.register_forward_hook(keep) for layer in model.layers]
     hidden = block_hidden(model, embedding, batch, blocks, config)
@@ -136,8 +137,8 @@ def _block_readings(
 
 def _far_masks(model: DraftModel, block_size: int) -> Iterator[Tensor]:
     anchors = BlockAnchors(np.array([stages.FAR_ROW]), np.zeros(1, np.int64), np.ones(1, np.bool_))
-    for window in model.windows:
-        runs = key_runs(anchors, block_size, window, np.arange(block_size))
+    for mask in model.masks:
+        runs = key_runs(anchors, block_size, mask, np.arange(block_size))
         yield DenseAttention(runs, stages.FAR_ROW, block_size, CPU).mask
 
 

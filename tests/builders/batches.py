@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from common.acceptance import Evaluation
-from common.config import ActorsConfig, Config, DataConfig, DraftConfig, ModelConfig, PlanConfig, TargetsConfig, TrainConfig
+from common.config import ActorsConfig, Config, DataConfig, ModelConfig, PlanConfig, TargetsConfig, TrainConfig
+from common.draft_config import DraftConfig
 from common.target_shape import TargetShape
 from services.drafter.model.batch import PackedBatch
 from services.drafter.model.visibility import BlockAnchors

@@ -10,13 +10,13 @@ from common.config import (
     ActorsConfig,
     Config,
     DataConfig,
-    DraftConfig,
     EvaluationConfig,
     ModelConfig,
     PlanConfig,
     RingConfig,
     TargetsConfig,
 )
+from common.draft_config import DraftConfig
 from common.ring import memory
 from common.ring.slot_table import SlotTable, table_bytes
 from common.target_shape import TargetShape

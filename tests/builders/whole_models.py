@@ -18,7 +18,8 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from common.config import ActorsConfig, Config, DataConfig, DraftConfig, ModelConfig, PlanConfig, SyntheticConfig, TargetsConfig
+from common.config import ActorsConfig, Config, DataConfig, ModelConfig, PlanConfig, SyntheticConfig, TargetsConfig
+from common.draft_config import DraftConfig
 from common.target_shape import read_target_shape
 
 CPU = torch.device("cpu")

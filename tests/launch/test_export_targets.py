@@ -15,7 +15,7 @@ from launch import export
 from services.drafter.folder.checkpoint import draft_identity, load_weights
 from services.drafter.folder.drafter_folder import read_drafter
 from services.drafter.model.frozen import load_embedding_and_head
-from services.drafter.model.model import rotation
+from services.drafter.model.layers import rotation
 from tests.builders.parity_runs import make_run
 
 CPU = torch.device("cpu")

@@ -104,6 +104,6 @@ def decoding_equals_count(config: Config, target: Any, features: TargetFeatures,
     if plain != answer:
         return False
     batch = features.pack(make_rows([sample.input_ids], [sample.loss_mask], [0], len(sample.input_ids)))
-    counted = evaluate_batch(draft, *load_embedding_and_head(config, CPU), batch, config)[0]
+    counted = evaluate_batch(draft, *load_embedding_and_head(config, CPU), batch, config).chosen[0]
     assert np.bincount(drafted.accepted, minlength=config.draft.block_size).tolist() == counted.tolist()
     return True

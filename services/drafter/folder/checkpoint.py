@@ -17,7 +17,8 @@ from torch import Tensor
 
 from common.acceptance import Evaluation, find_best
 from common.actor import faults
-from common.config import Config, LayerType
+from common.config import Config
+from common.draft_config import LayerType
 from common.errors import CheckpointError, DamagedCheckpointError
 from common.run_dir import CHECKPOINTS
 from common.sealed_record import is_intact, seal

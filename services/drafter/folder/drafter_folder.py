@@ -9,7 +9,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from common.config import Config, DraftConfig
+from common.config import Config
+from common.draft_config import DraftConfig
 from common.errors import CheckpointError, ModelError
 from common.run_dir import read_object
 from common.target_shape import default_tap_layers

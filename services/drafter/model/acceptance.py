@@ -5,6 +5,7 @@ Shapes: T packed rows, D documents, N blocks, B block size, G groups (set and ca
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from msgspec.structs import asdict
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.acceptance import Acceptance, Evaluation, SetAcceptance
+from common.acceptance import Acceptance, Evaluation, SelectorReport, SetAcceptance
 from common.config import Config
 from common.data.held_out import HeldOut
 from common.device.upload import upload
@@ -23,10 +24,12 @@ from services.drafter.model.step import predict_blocks
 
 
 class AcceptanceCount:
-    """Adds up one evaluation, batch by batch, as rounds: int64 [G + 1, B].
+    """Adds up one evaluation, batch by batch, as rounds: int64 [G + 1, B], with a selector [G + 5, B].
 
-    Row g counts the rounds of group g that emitted 1 .. B tokens, the last row those of the control. The control runs the
+    Row g counts the rounds of group g that emitted 1 .. B tokens, row G those of the control. The control runs the
     same text on the hidden states of another document: any acceptance that is left did not come through the slots.
+    With a selector the rows after them count the rounds of the likeliest tokens, those of an oracle among the candidates,
+    and for slot k = 1 .. B - 1 the labels among the candidates and all labels, from column 1 on.
     """
 
     def __init__(self, model: DraftModel, frozen: tuple[Tensor, Tensor], config: Config) -> None:
@@ -37,21 +40,25 @@ class AcceptanceCount:
         self._groups = sorted(set(groups))
         indices = {group: index for index, group in enumerate(self._groups)}
         self._group_of = np.array([indices[group] for group in groups], dtype=np.int64)
-        self.rounds = np.zeros((len(self._groups) + 1, config.draft.block_size), dtype=np.int64)
+        num_rows = len(self._groups) + (1 if model.candidate_selector is None else 5)
+        self.rounds = np.zeros((num_rows, config.draft.block_size), dtype=np.int64)
 
     def add(self, batch: PackedBatch) -> None:
         """Measure one batch."""
-        np.add.at(self.rounds, self._group_of[batch.sample_ids], self._measure(batch))
-        self.rounds[-1] += self._measure(with_features_of_another_document(batch)).sum(0)
+        counts, control = self._measure(batch), self._measure(with_features_of_another_document(batch))
+        np.add.at(self.rounds, self._group_of[batch.sample_ids], counts.chosen)
+        self.rounds[len(self._groups)] += control.chosen.sum(0)
+        self.rounds[len(self._groups) + 1 :] += counts.of_selector
 
     def summarise(self, rounds: Tensor, step: int) -> Evaluation:
         """Return the evaluation that counted these rounds after `step` optimizer steps."""
-        counts = rounds.cpu().numpy()
+        counts, *of_selector = np.split(rounds.cpu().numpy(), [len(self._groups) + 1])
         return Evaluation(
             **asdict(summarise(counts[:-1].sum(0))),
             step=step,
             acceptance_other_prompt=summarise(counts[-1]).acceptance,
             sets={name: self._summarise_set(name, counts) for name in self._config.data.eval_sets},
+            selector=_summarise_selector(*of_selector[0]) if len(of_selector[0]) else None,
         )
 
     def _summarise_set(self, name: str, rounds: NDArray[np.int64]) -> SetAcceptance:
@@ -59,23 +66,46 @@ class AcceptanceCount:
         categories = {self._groups[index][1]: summarise(rounds[index]) for index in members if self._groups[index][1]}
         return SetAcceptance(**asdict(summarise(rounds[members].sum(0))), categories=categories)
 
-    def _measure(self, batch: PackedBatch) -> NDArray[np.int64]:
+    def _measure(self, batch: PackedBatch) -> "BatchRounds":
         return evaluate_batch(self._model, self._embedding, self._head, batch, self._config)
+
+
+class BatchRounds(NamedTuple):
+    """The rounds of one batch."""
+
+    chosen: NDArray[np.int64]  # [D, B]: per document, the rounds that emitted 1, 2 .. B tokens
+    of_selector: NDArray[np.int64]  # [4, B] as the last rows of `AcceptanceCount.rounds`; [0, B] without a selector
 
 
 def evaluate_batch(
     model: DraftModel, embed_weight: Tensor, head_weight: Tensor, batch: PackedBatch, config: Config
-) -> NDArray[np.int64]:
+) -> BatchRounds:
     """Draft a block at every anchor of a batch and count the rounds of its answers (waits for the device).
 
-    Returns:
-        int64 [D, B]: per document, the rounds that emitted 1, 2 .. B tokens; such counts add up over batches and ranks.
+    The counts add up over batches and ranks. Drafts are made without the labels; only the counting reads them.
     """
-    accepted = np.zeros(len(batch.input_ids), dtype=np.int64)
+    accepted = np.zeros((3, len(batch.input_ids)), dtype=np.int64)
+    recall = np.zeros((2, config.draft.block_size), dtype=np.int64)
     for blocks in all_blocks(batch, config):
-        predictions = predict_blocks(model, embed_weight, head_weight, batch, blocks, config).cpu().numpy()
-        accepted[blocks.anchors[blocks.valid]] = matching_prefix(predictions, blocks)[blocks.valid]
-    return count_rounds(accepted, batch.loss_mask, batch.cu_seqlens, config.draft.block_size)
+        drafts = predict_blocks(model, embed_weight, head_weight, batch, blocks, config)
+        tokens, unary, candidates = (part.cpu().numpy() for part in drafts)
+        oracle = np.where((candidates == blocks.labels[..., None]).any(2), blocks.labels, -1)
+        for row, predictions in zip(accepted, (tokens, unary, oracle), strict=True):
+            row[blocks.anchors[blocks.valid]] = matching_prefix(predictions, blocks)[blocks.valid]
+        recall[:, 1:] += np.stack([blocks.label_mask & (oracle == blocks.labels), blocks.label_mask]).sum(1)
+    chosen, *others = (count_rounds(row, batch.loss_mask, batch.cu_seqlens, config.draft.block_size) for row in accepted)
+    of_selector = np.stack([*(rounds.sum(0) for rounds in others), *recall])
+    return BatchRounds(chosen, of_selector if model.candidate_selector is not None else of_selector[:0])
+
+
+def _summarise_selector(
+    unary: NDArray[np.int64], oracle: NDArray[np.int64], recalled: NDArray[np.int64], labels: NDArray[np.int64]
+) -> SelectorReport:
+    return SelectorReport(
+        acceptance_unary=summarise(unary).acceptance,
+        acceptance_oracle=summarise(oracle).acceptance,
+        recall_per_position=(recalled[1:] / np.maximum(labels[1:], 1)).tolist(),
+    )
 
 
 def summarise(rounds: NDArray[np.int64]) -> Acceptance:

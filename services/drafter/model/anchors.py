@@ -24,6 +24,7 @@ class Blocks:
     documents: Ints  # [N] document of the anchor in the batch
     valid: Bools  # [N]
     anchor_tokens: Ints  # [N]
+    tokens: Ints  # [N, B - 1] the text of slot 1, 2, ..., supervised or not; 0 past the end of the document
     labels: Ints  # [N, B - 1] the true token of slot 1, 2, ...; 0 where there is none
     label_mask: Bools  # [N, B - 1] a contiguous prefix of every row, unless train.contiguous_prefix is off
 
@@ -92,6 +93,7 @@ def _blocks(anchors: Ints, batch: PackedBatch, config: Config) -> Blocks:
         documents=documents,
         valid=valid,
         anchor_tokens=np.where(valid, batch.input_ids[anchors], config.draft.mask_token_id),
+        tokens=np.where(inside, batch.input_ids[rows], 0),
         labels=np.where(label_mask, batch.input_ids[rows], 0),
         label_mask=label_mask,
     )

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.config import DraftConfig
 from common.device.upload import upload
+from common.draft_config import DraftConfig
 from services.drafter.kernels.key_runs import KeyRuns
 
 _KERNEL_HEAD_DIMS = (16, 32, 64, 128, 256)

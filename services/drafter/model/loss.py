@@ -1,17 +1,20 @@
 """Cross entropy through the target's frozen head, in chunks of rows, and the weights of its rows.
 
 The logits never exist all at once, and the head has no gradient: two matrix products, not three; softmax is in float32.
-Shapes: R labelled rows (may be 0), H hidden, V vocabulary, N blocks, B block size.
+Shapes: R labelled rows (may be 0), H hidden, V vocabulary, N blocks, B block size, K candidates.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.config import TrainConfig
 from services.drafter.kernels.fp8_head import Fp8Head
+from services.drafter.model.selector import Candidates, top_candidates
 
 Head = Tensor | Fp8Head
 DPACE_SMOOTHING = 0.5  # alpha of D-PACE
@@ -34,42 +37,77 @@ def dpace_weights(losses: Tensor, label_mask: Tensor) -> Tensor:
     return reached.flip(1).cumsum(1).flip(1) * label_mask
 
 
+def selector_weight(step: int, num_steps: int, train: TrainConfig) -> float:
+    """Return the weight of the selector's loss in step 0 .. num_steps - 1: 0 at first, then rising linearly, then constant."""
+    since = step - train.selector_warmup_ratio * num_steps
+    if since < 0:
+        return 0.0
+    return train.selector_weight * min(1.0, (since + 1) / max(1.0, train.selector_ramp_ratio * num_steps))
+
+
 def loss_head(weight: Tensor, kind: Literal["exact", "fp8_logits", "fp8"]) -> Head:
     """Return the head [V, H] in the form that `frozen_head_loss` uses."""
     return weight if kind == "exact" else Fp8Head(weight, gradient_in_fp8=kind == "fp8")
 
 
-def frozen_head_loss(hidden: Tensor, head: Head, labels: Tensor, chunk_rows: int) -> tuple[Tensor, Tensor]:
-    """Return the cross entropy of every row of hidden states [R, H], float32 [R], and the greedy predictions, int64 [R].
+class HeadLoss(NamedTuple):
+    """The results of the head for every labelled row."""
 
-    The loss is differentiable in `hidden` only. The gradient of the hidden rows is made together with the loss, in chunks
-    of rows whose logits exist at a time, so the backward pass needs no logits: it scales each row by the gradient of the
-    row's loss.
+    losses: Tensor  # float32 [R], cross entropy; differentiable
+    predictions: Tensor  # int64 [R], greedy
+    candidates: Candidates  # [R, K]; their logits are differentiable
+
+
+def frozen_head_loss(hidden: Tensor, head: Head, labels: Tensor, chunk_rows: int, num_candidates: int = 1) -> HeadLoss:
+    """Return the loss of every row of hidden states [R, H], its prediction and its candidates.
+
+    All is differentiable in `hidden` only. The gradient of the cross entropy is made together with the loss, in chunks of rows
+    whose logits exist at a time, so the backward pass needs no logits: it scales each row by the gradient of the row's loss.
+    The gradient of a candidate's logit is its row of the head.
     """
-    losses, predictions = _FrozenHeadCrossEntropy.apply(hidden, head, labels, chunk_rows)  # type: ignore[no-untyped-call]
-    return losses, predictions
+    results = _FrozenHeadCrossEntropy.apply(hidden, head, labels, chunk_rows, num_candidates)  # type: ignore[no-untyped-call]
+    losses, predictions, *candidates = results
+    return HeadLoss(losses, predictions, Candidates(*candidates))
 
 
 class _FrozenHeadCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Head, labels: Tensor, chunk_rows: int) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden: Tensor, head: Head, labels: Tensor, chunk_rows: int, num_candidates: int
+    ) -> tuple[Tensor, ...]:
         losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
         predictions = torch.empty_like(labels)
+        tokens = labels.new_empty(len(labels), num_candidates)
+        candidates = Candidates(tokens, losses.new_empty(tokens.shape))
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         for first in range(0, hidden.shape[0], chunk_rows):
             rows = slice(first, first + chunk_rows)
             logits = head.logits(hidden[rows]) if isinstance(head, Fp8Head) else hidden[rows].to(head.dtype) @ head.T
+            if num_candidates > 1:
+                candidates.tokens[rows], candidates.logits[rows] = top_candidates(logits, num_candidates)
             cross_entropy(logits, labels[rows], losses[rows], predictions[rows], with_gradient=gradient is not None)
             if gradient is not None:
                 gradient[rows] = head.gradient(logits, labels[rows]) if isinstance(head, Fp8Head) else logits @ head
-        ctx.mark_non_differentiable(predictions)
-        ctx.save_for_backward(gradient)
-        return losses, predictions
+        if num_candidates == 1:
+            candidates.tokens[:, 0], candidates.logits[:] = predictions, 0.0
+        ctx.mark_non_differentiable(predictions, candidates.tokens)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(gradient, candidates.tokens)
+        ctx.weight, ctx.chunk_rows = head.weight if isinstance(head, Fp8Head) else head, chunk_rows
+        return losses, predictions, *candidates
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        (gradient,) = ctx.saved_tensors  # the product is rounded once
-        return torch.mul(gradient, gradients[0][:, None], out=torch.empty_like(gradient)), None, None, None
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None, None, None]:
+        of_losses, _, _, of_candidates = gradients
+        gradient, tokens = ctx.saved_tensors
+        assert of_losses is not None, "the base loss is always part of the loss"
+        total = torch.mul(gradient, of_losses[:, None], out=torch.empty_like(gradient))  # the product is rounded once
+        if of_candidates is not None:
+            for first in range(0, len(total), ctx.chunk_rows):
+                rows = slice(first, first + ctx.chunk_rows)
+                head_rows = F.embedding(tokens[rows], ctx.weight)  # [rows, K, H]
+                total[rows] += torch.bmm(of_candidates[rows, None].to(head_rows.dtype), head_rows)[:, 0].to(total.dtype)
+        return total, None, None, None, None
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, losses: Tensor, predictions: Tensor, *, with_gradient: bool) -> None:

@@ -1,8 +1,10 @@
 """Forward of one packed batch, from blocks, attention, draft model and head to the loss.
 
 Shapes: T packed rows, H hidden, V vocabulary, N blocks, B block size, Q = N * B block rows, M wanted rows among them,
-R labelled rows.
+R labelled rows, K candidates.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,18 +16,29 @@ from common.device.upload import upload
 from services.drafter.model.anchors import Blocks
 from services.drafter.model.attention import Attend, make_attention
 from services.drafter.model.batch import Ints, PackedBatch
-from services.drafter.model.loss import Head, decay_weights, dpace_weights, frozen_head_loss
+from services.drafter.model.layers import take
+from services.drafter.model.loss import Head, HeadLoss, decay_weights, dpace_weights, frozen_head_loss
 from services.drafter.model.model import DraftModel
-from services.drafter.model.step_sums import StepSums
-from services.drafter.model.visibility import BlockAnchors, key_runs
+from services.drafter.model.selector import Candidates, selector_loss, top_candidates
+from services.drafter.model.step_sums import SlotSums, StepSums
+from services.drafter.model.visibility import BlockAnchors, LayerMask, key_runs
 
 HEAD_CHUNK_ROWS = 1536  # 0.8 GB of bfloat16 logits at a vocabulary of 248,320
 
 
 def block_loss(
-    model: DraftModel, embed_weight: Tensor, head: Head, batch: PackedBatch, blocks: Blocks, config: Config
+    model: DraftModel,
+    embed_weight: Tensor,
+    head: Head,
+    batch: PackedBatch,
+    blocks: Blocks,
+    config: Config,
+    selector_weight: float = 1.0,
 ) -> StepSums:
-    """Compute loss and counts of one batch without waiting for the device; embedding and head are the target's, [V, H]."""
+    """Compute loss and counts of one batch without waiting for the device; embedding and head are the target's, [V, H].
+
+    The loss of DFlash 2 adds `selector_weight` times the selector's, slot by slot under the same weights and divisor.
+    """
     device, (num_blocks, num_slots) = batch.hidden_states.device, blocks.labels.shape
     block, slot = np.nonzero(blocks.label_mask)
     labelled = block * (num_slots + 1) + slot + 1
@@ -33,19 +46,35 @@ def block_loss(
     wanted = np.append(labelled, np.repeat(filling, num_blocks * num_slots - len(labelled)))
     hidden = block_hidden(model, embed_weight, batch, blocks, config, wanted)[: len(block)]
     labels = upload(blocks.labels[blocks.label_mask], device)
-    losses, predictions = frozen_head_loss(hidden, head, labels, HEAD_CHUNK_ROWS)
+    selector, num_candidates = model.candidate_selector, config.draft.num_candidates
+    found = frozen_head_loss(hidden, head, labels, HEAD_CHUNK_ROWS, num_candidates)
+    chosen, of_selector = found.predictions, torch.zeros_like(found.losses)
+    if selector is not None:
+        previous = np.concatenate([blocks.anchor_tokens[:, None], blocks.tokens[:, :-1]], axis=1)[blocks.label_mask]
+        scores = selector(hidden, found.candidates, upload(previous, device))
+        chosen = found.candidates.tokens.gather(1, scores.argmax(1, keepdim=True))[:, 0]
+        of_selector = selector_loss(scores, found.candidates.tokens, labels)
 
     cells, label_mask = upload(block * num_slots + slot, device), upload(blocks.label_mask, device)
-    correct = _on_grid(predictions == labels, cells, label_mask)
     if config.train.loss == "dpace":
-        weights = dpace_weights(_on_grid(losses.detach(), cells, label_mask), label_mask).flatten()[cells]
+        weights = dpace_weights(_on_grid(found.losses.detach(), cells, label_mask), label_mask).flatten()[cells]
         divisor = blocks.label_mask.any(1).sum(dtype=np.float64)
     else:
         decay = decay_weights(num_slots + 1, config.train.decay_gamma)[slot]
         weights, divisor = upload(decay, device), decay.sum(dtype=np.float64)
     counted = upload(np.append(divisor, blocks.label_mask.sum(0)).astype(np.float32), device)
-    loss, accepted = (losses * weights).sum(), correct.cumprod(1).sum()
-    return StepSums.of(loss, counted[0], accepted, correct.sum(0), counted[1:])
+    losses = found.losses if selector is None else found.losses + selector_weight * of_selector
+    slots = _count(found, chosen, labels, cells, label_mask, counted[1:])
+    return StepSums.of((losses * weights).sum(), counted[0], (of_selector.detach() * weights).sum(), slots)
+
+
+def _count(found: HeadLoss, chosen: Tensor, labels: Tensor, cells: Tensor, label_mask: Tensor, num_labels: Tensor) -> SlotSums:
+    """Count chosen tokens, predictions and candidates that are right: per slot, and up to the first that is not."""
+    is_candidate = (found.candidates.tokens == labels[:, None]).any(1)
+    right = [chosen == labels, found.predictions == labels, is_candidate]
+    correct, unary, recalled = (_on_grid(cell, cells, label_mask) for cell in right)
+    accepted, accepted_unary, accepted_oracle = (grid.cumprod(1).sum() for grid in (correct, unary, recalled))
+    return SlotSums(accepted, accepted_unary, accepted_oracle, correct.sum(0), recalled.sum(0), num_labels)
 
 
 def _on_grid(values: Tensor, cells: Tensor, label_mask: Tensor) -> Tensor:
@@ -55,16 +84,35 @@ def _on_grid(values: Tensor, cells: Tensor, label_mask: Tensor) -> Tensor:
     return grid
 
 
+class Drafts(NamedTuple):
+    """The greedy drafts of every block, on the device; rows of invalid blocks are meaningless."""
+
+    tokens: Tensor  # int64 [N, B - 1], as served
+    unary: Tensor  # int64 [N, B - 1], the likeliest token of each slot; equal to `tokens` without a selector
+    candidates: Tensor  # int64 [N, B - 1, K]
+
+
 @torch.no_grad()
 def predict_blocks(
     model: DraftModel, embed_weight: Tensor, head_weight: Tensor, batch: PackedBatch, blocks: Blocks, config: Config
-) -> Tensor:
-    """Return the greedy draft of every block, int64 [N, B - 1] on the device; rows of invalid blocks are meaningless."""
+) -> Drafts:
+    """Draft every block greedily, without its labels."""
     num_blocks, num_slots = blocks.labels.shape
     wanted = np.arange(num_blocks * (num_slots + 1)).reshape(num_blocks, -1)[:, 1:].ravel()
     hidden = block_hidden(model, embed_weight, batch, blocks, config, wanted)
-    predictions = [(rows.to(head_weight.dtype) @ head_weight.T).argmax(1) for rows in torch.split(hidden, HEAD_CHUNK_ROWS)]
-    return torch.cat(predictions).view(num_blocks, num_slots)
+    unary, found = [], []
+    for rows in torch.split(hidden, HEAD_CHUNK_ROWS):
+        logits = rows.to(head_weight.dtype) @ head_weight.T
+        unary.append(logits.argmax(1))
+        if model.candidate_selector is not None:
+            found.append(top_candidates(logits, config.draft.num_candidates))
+    likeliest = torch.cat(unary).view(num_blocks, num_slots)
+    if model.candidate_selector is None:
+        return Drafts(likeliest, likeliest, likeliest[..., None])
+    candidates = Candidates(*(torch.cat(parts).view(num_blocks, num_slots, -1) for parts in zip(*found, strict=True)))
+    anchors = upload(blocks.anchor_tokens, hidden.device)
+    tokens = model.candidate_selector.walk(hidden.view(num_blocks, num_slots, -1), candidates, anchors)
+    return Drafts(tokens, likeliest, candidates.tokens)
 
 
 def block_hidden(
@@ -75,8 +123,11 @@ def block_hidden(
     tokens = np.append(blocks.anchor_tokens, config.draft.mask_token_id)
     positions = batch.position_ids[upload(blocks.anchors, device)][:, None] + torch.arange(block_size, device=device)
     context = model.context_keys_values(model.project_context(batch.hidden_states), batch.position_ids)
-    embeddings, attends = F.embedding(upload(tokens, device), embed_weight), _attends(model, batch, blocks, wanted, config)
-    chosen = None if wanted is None else upload(wanted, device)
+    embeddings, chosen = F.embedding(upload(tokens, device), embed_weight), None if wanted is None else upload(wanted, device)
+    if model.is_convolved:  # each row of the last layer reads the row before it
+        attends = _attends(model, batch, blocks, None, config)
+        return take(model(embeddings, positions.flatten(), context, attends), chosen)
+    attends = _attends(model, batch, blocks, wanted, config)
     hidden: Tensor = model(embeddings, positions.flatten(), context, attends, chosen)
     return hidden
 
@@ -86,11 +137,11 @@ def _attends(model: DraftModel, batch: PackedBatch, blocks: Blocks, wanted: Ints
     anchors = BlockAnchors(blocks.anchors, batch.cu_seqlens[blocks.documents], blocks.valid)
     num_context, num_rows = len(batch.input_ids), len(blocks.anchors) * config.draft.block_size
 
-    def attend(window: int, rows: Ints) -> Attend:
-        runs = key_runs(anchors, config.draft.block_size, window, rows)
+    def attend(mask: LayerMask, rows: Ints) -> Attend:
+        runs = key_runs(anchors, config.draft.block_size, mask, rows)
         return make_attention(runs, num_context, num_rows, config.draft, batch.hidden_states.device)
 
-    *inner, last = model.windows
+    *inner, last = model.masks
     rows = np.arange(num_rows)
-    of_window = {window: attend(window, rows) for window in set(inner)}
-    return [*(of_window[window] for window in inner), attend(last, rows if wanted is None else wanted)]
+    of_mask = {mask: attend(mask, rows) for mask in set(inner)}
+    return [*(of_mask[mask] for mask in inner), attend(last, rows if wanted is None else wanted)]

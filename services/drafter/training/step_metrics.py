@@ -23,6 +23,24 @@ class StepCost(NamedTuple):
     flops: float
 
 
+class SelectorSums(NamedTuple):
+    """The part of the candidate selector in a step."""
+
+    loss: float  # its cross entropy, divided as the whole loss is
+    num_unary: int  # leading slots of all blocks whose likeliest token is the label
+    num_oracle: int  # leading slots of all blocks whose candidates hold the label
+    num_recalled: list[int]  # labels among the candidates, per slot
+
+    def row(self, num_labels: list[int]) -> dict[str, Any]:
+        num_blocks = max(num_labels[0], 1)
+        return {
+            "selector_loss": self.loss,
+            "block_acceptance_unary": 1.0 + self.num_unary / num_blocks,
+            "block_acceptance_oracle": 1.0 + self.num_oracle / num_blocks,
+            "recall_per_slot": [r / n if n else 0.0 for r, n in zip(self.num_recalled, num_labels, strict=True)],
+        }
+
+
 class StepMetrics(NamedTuple):
     """One optimizer step on the host."""
 
@@ -34,6 +52,7 @@ class StepMetrics(NamedTuple):
     num_labels: list[int]  # per slot 1 .. B - 1
     num_correct: list[int]
     num_accepted: int  # leading correct slots of all blocks
+    selector: SelectorSums | None  # of DFlash 2
     num_skipped: int  # skipped steps of the run so far, this one included
     laps_s: dict[str, float]  # this rank's time
     cost: StepCost
@@ -48,6 +67,7 @@ class StepMetrics(NamedTuple):
             "grad_norm": self.grad_norm,
             "accuracy_per_slot": [c / n if n else 0.0 for c, n in zip(self.num_correct, self.num_labels, strict=True)],
             "block_acceptance": 1.0 + self.num_accepted / num_blocks if num_blocks else 0.0,
+            **(self.selector.row(self.num_labels) if self.selector else {}),
             "skipped": self.skipped,
             **self.laps_s,
             "tokens_per_s": self.cost.num_tokens / step_s,
@@ -58,14 +78,14 @@ class StepMetrics(NamedTuple):
 class MetricsReadback:
     """Holds the metrics of the last step until the next step has been launched."""
 
-    def __init__(self, device: torch.device, num_sums: int, num_batches: int) -> None:
+    def __init__(self, device: torch.device, num_sums: int, num_batches: int, *, with_selector: bool) -> None:
         self._copies = CopyStream(device)
         self._num_reduced = _NUM_SCALARS + num_sums
         num_values = self._num_reduced + NUM_FACTS * num_batches
         self._host = torch.empty(num_values, pin_memory=device.type == "cuda")
         self._values = torch.empty(num_values, device=device)
         self._pending: tuple[int, Mark, Stopwatch, StepCost, list[BatchFacts]] | None = None
-        self._device = device
+        self._device, self._with_selector = device, with_selector
 
     def push(
         self, step: int, result: StepResult, watch: Stopwatch, cost: StepCost, batches: list[BatchFacts]
@@ -99,8 +119,18 @@ class MetricsReadback:
             num_labels=[round(n) for n in sums.labels.tolist()],
             num_correct=[round(n) for n in sums.correct.tolist()],
             num_accepted=round(float(sums.accepted)),
+            selector=_selector_sums(sums) if self._with_selector else None,
             num_skipped=step - round(counted),
             laps_s=watch.laps_s(),
             cost=cost,
             batches=[QuarantinedBatch.of(batch, values) for batch, values in zip(batches, facts, strict=False)],
         )
+
+
+def _selector_sums(sums: StepSums) -> SelectorSums:
+    return SelectorSums(
+        loss=float(sums.selector_loss) / (float(sums.weight) or 1.0),
+        num_unary=round(float(sums.accepted_unary)),
+        num_oracle=round(float(sums.accepted_oracle)),
+        num_recalled=[round(n) for n in sums.recalled.tolist()],
+    )

@@ -16,6 +16,7 @@ from common.run_dir import PROFILE, QUARANTINE
 from services.drafter.model.anchors import choose_blocks
 from services.drafter.model.batch import PackedBatch
 from services.drafter.model.flops import batch_flops
+from services.drafter.model.loss import selector_weight
 from services.drafter.model.noise import add_noise
 from services.drafter.model.step import block_loss
 from services.drafter.training.evaluator import Evaluator
@@ -54,7 +55,8 @@ class Trainer:
         self._checkpointer = checkpointer
         self._group = group
         self._fetcher = fetcher
-        self._metrics = MetricsReadback(state.device, len(state.optimizer.gradients.sums.values), config.accumulation)
+        num_sums, with_selector = len(state.optimizer.gradients.sums.values), config.draft.kind == "dflash2"
+        self._metrics = MetricsReadback(state.device, num_sums, config.accumulation, with_selector=with_selector)
         self._profiler = StepProfiler(actor.run_dir / PROFILE / f"{actor.name}.json", config.train.profile_steps)
         self._waited_s = 0.0
         self._stop_requested = False  # by any rank, so all know it at the same step
@@ -167,7 +169,8 @@ class Trainer:
     def _accumulate(self, batch: PackedBatch, info: BatchInfo, *, is_last: bool) -> tuple[BatchFacts, int, float]:
         """Run forward and backward of one batch; returns its facts, tokens and floating-point operations."""
         blocks, noisy = choose_blocks(batch, info.epoch, self._config), add_noise(batch, info.epoch, self._config)
-        sums = block_loss(self._state.model, *self._state.frozen, noisy, blocks, self._config)
+        weight = selector_weight(info.step, self._optimizer.num_steps, self._config.train)
+        sums = block_loss(self._state.model, *self._state.frozen, noisy, blocks, self._config, weight)
         self._optimizer.gradients.accumulate(sums, self._group.begin if is_last else None)
         num_tokens, flops = len(batch.input_ids), batch_flops(self._config, blocks, batch.cu_seqlens)
         self._actor.notices.add(num_batches=1, num_tokens=num_tokens)

@@ -16,7 +16,7 @@ from common.config import Config
 from launch.decoding.block_drafter import BlockDrafter
 from services.drafter.model.attention import DenseAttention
 from services.drafter.model.model import DraftModel
-from services.drafter.model.visibility import BlockAnchors, key_runs
+from services.drafter.model.visibility import BlockAnchors, LayerMask, key_runs
 from tests.builders.targets import make_target
 
 CPU = torch.device("cpu")
@@ -46,10 +46,10 @@ def taps_of(count: int, seed: int = 0) -> Tensor:
     return torch.randn(count, 2, 32, generator=torch.Generator().manual_seed(seed))
 
 
-def attention_of_one(length: int, block_size: int, window: int) -> DenseAttention:
+def attention_of_one(length: int, block_size: int, mask: LayerMask) -> DenseAttention:
     """That of the training, for one block behind one context."""
     anchors = BlockAnchors(np.array([length]), np.array([0]), np.array([True]))
-    return DenseAttention(key_runs(anchors, block_size, window, np.arange(block_size)), length, block_size, CPU)
+    return DenseAttention(key_runs(anchors, block_size, mask, np.arange(block_size)), length, block_size, CPU)
 
 
 def alone(draft: DraftModel, config: Config, target: Any, taps: Tensor, anchor: int) -> Tensor:
@@ -57,7 +57,7 @@ def alone(draft: DraftModel, config: Config, target: Any, taps: Tensor, anchor: 
     length, block_size = len(taps), config.draft.block_size
     context = draft.context_keys_values(draft.project_context(taps), torch.arange(length))
     embedded = target.get_input_embeddings()(torch.tensor([anchor, config.draft.mask_token_id]))
-    attends = [attention_of_one(length, block_size, window) for window in draft.windows]
+    attends = [attention_of_one(length, block_size, mask) for mask in draft.masks]
     block: Tensor = draft(embedded, torch.arange(length, length + block_size), context, attends)
     return block
 

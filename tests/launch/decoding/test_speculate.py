@@ -100,7 +100,7 @@ def test_exact_count_equals_real_decoding(tmp_path: Path, num_steps: int, least:
             rounds[accepted] += 1
     model: Any = target
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    counted = evaluate_batch(draft, embedding, head, batch, config)
+    counted = evaluate_batch(draft, embedding, head, batch, config).chosen
     assert np.array_equal(counted, decoded)  # round by round, of every length
     found = summarise(counted.sum(0))
     assert found.num_tokens == sum(lengths) - len(lengths)

@@ -15,10 +15,11 @@ from launch.parity.compare import ROUNDING, compare_traces, first_difference
 from launch.parity.probe import candidates, make_documents, read_documents
 from launch.parity.stages import Reading
 from services.drafter.kernels.key_runs import KeyRuns
+from services.drafter.model import layers as layers_module
 from services.drafter.model import model as model_module
 from services.drafter.model import step as step_module
 from services.drafter.model.batch import Ints
-from services.drafter.model.visibility import BlockAnchors, key_runs
+from services.drafter.model.visibility import BlockAnchors, LayerMask, key_runs
 from services.target import model as target_module
 from services.target.model import Capture
 from tests.builders.parity_runs import make_run
@@ -122,12 +123,12 @@ def test_faults_in_the_code_of_training(
 ) -> None:
     run = make_run(tmp_path / "run")
 
-    def both_ways(anchors: BlockAnchors, block_size: int, window: int, rows: Ints) -> KeyRuns:
-        runs = key_runs(anchors, block_size, window, rows)
+    def both_ways(anchors: BlockAnchors, block_size: int, mask: LayerMask, rows: Ints) -> KeyRuns:
+        runs = key_runs(anchors, block_size, mask, rows)
         return runs._replace(own_end=(rows // block_size + 1) * block_size)
 
-    def leaky(anchors: BlockAnchors, block_size: int, window: int, rows: Ints) -> KeyRuns:
-        return key_runs(anchors._replace(starts=anchors.starts * 0), block_size, window, rows)
+    def leaky(anchors: BlockAnchors, block_size: int, mask: LayerMask, rows: Ints) -> KeyRuns:
+        return key_runs(anchors._replace(starts=anchors.starts * 0), block_size, mask, rows)
 
     def off_by_one(layers: Any, tap_layers: list[int]) -> Capture:
         return Capture(layers, [max(layer - 1, 0) for layer in tap_layers])
@@ -138,13 +139,13 @@ def test_faults_in_the_code_of_training(
     def unnormed(heads: Tensor, weight: Tensor, *rest: Any) -> Tensor:
         return norm_and_rotate(heads, torch.ones_like(weight), *rest)
 
-    rotation, norm_and_rotate = model_module.rotation, model_module.norm_and_rotate
+    rotation, norm_and_rotate = layers_module.rotation, layers_module.norm_and_rotate
     for module, name, fault, stage, cause in (
         (step_module, "key_runs", both_ways, "masks", "looks causally inside a block, the drafter learnt to look both ways"),
         (step_module, "key_runs", leaky, "masks", "one side looks at rows of another document or block"),
         (target_module, "Capture", off_by_one, "taps", "the same layers are tapped, so the targets differ"),
         (model_module, "rotation", other_theta, "rotary angles", "another kind of scaling"),
-        (model_module, "norm_and_rotate", unnormed, "keys and values", "the weights of this stage agree, so the arithmetic"),
+        (layers_module, "norm_and_rotate", unnormed, "keys and values", "the weights of this stage agree, so the arithmetic"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, fault)

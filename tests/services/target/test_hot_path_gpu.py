@@ -16,8 +16,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from common.actor.messages import BatchShape
-from common.config import ActorsConfig, Config, DataConfig, DraftConfig, ModelConfig, PlanConfig, RingConfig, TargetsConfig
+from common.config import ActorsConfig, Config, DataConfig, ModelConfig, PlanConfig, RingConfig, TargetsConfig
 from common.device.copy_stream import CopyStream, Mark
+from common.draft_config import DraftConfig
 from common.errors import ConfigError
 from common.metrics import read_metrics
 from common.ring import memory

@@ -13,7 +13,8 @@ from torch._dynamo.utils import counters
 from torch.nn import functional
 from transformers import Qwen3_5TextConfig
 
-from common.config import ActorsConfig, Config, DataConfig, DraftConfig, ModelConfig, PlanConfig, SyntheticConfig, TargetsConfig
+from common.config import ActorsConfig, Config, DataConfig, ModelConfig, PlanConfig, SyntheticConfig, TargetsConfig
+from common.draft_config import DraftConfig
 from common.target_shape import read_target_shape
 from services.target.linear_attention import causal_convolution
 from services.target.loading import load_decoder

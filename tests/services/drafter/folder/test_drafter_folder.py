@@ -114,7 +114,7 @@ def test_every_layout_is_the_same_draft_model(tmp_path: Path, weights: dict[str,
     assert drafter.misfits(config) == []
     assert drafter.settings["tap_layers"] == [1, 5]
     model = load_drafter(folder, config)
-    assert model.windows == [5, 0]
+    assert [mask.window for mask in model.masks] == [5, 0]
     assert {key: torch.equal(value, weights[key].float()) for key, value in model.state_dict().items()} == dict.fromkeys(
         weights, True
     )
@@ -227,7 +227,10 @@ def test_a_drafter_that_does_not_fit_can_be_built_by_its_own_settings(tmp_path: 
     config = drafter.on(make_config())
     assert (config.shape.rope_theta, config.draft.sliding_window, config.draft.tap_layers) == (1e6, 3, [1, 5])
     assert drafter.misfits(config) == []
-    assert (drafter.build(make_config()).rope_theta, drafter.build(make_config()).windows) == (1e6, [3, 0])
+    assert (drafter.build(make_config()).rope_theta, [mask.window for mask in drafter.build(make_config()).masks]) == (
+        1e6,
+        [3, 0],
+    )
 
 
 def test_folders_that_cannot_be_read(tmp_path: Path, weights: dict[str, Tensor]) -> None:

@@ -112,7 +112,7 @@ def test_the_speculators_layout_states_once_whether_blocks_are_causal(tmp_path: 
     config, _ = make_target(tmp_path, "qwen3", f"draft.layer_types=['{kind}', '{kind}']")
     export(tmp_path / "out", config, DraftModel(config).state_dict(), step=1, evaluation=None, layout="speculators")
     assert json.loads((tmp_path / "out/config.json").read_text())["sliding_window_non_causal"] is non_causal
-    assert load_drafter(tmp_path / "out", config).windows == [6 * (kind == SLIDING)] * 2
+    assert [mask.window for mask in load_drafter(tmp_path / "out", config).masks] == [6 * (kind == SLIDING)] * 2
 
 
 def test_the_speculators_layout_refuses_a_mix_of_layers(tmp_path: Path, tiny: tuple[Config, Any]) -> None:

@@ -24,7 +24,7 @@ def problem(sharpness: float) -> tuple[Tensor, Tensor, Tensor]:
 
 def loss_and_gradient(hidden: Tensor, head: Tensor | Fp8Head, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     hidden = hidden.detach().requires_grad_()
-    losses, predictions = frozen_head_loss(hidden, head, labels, chunk_rows=20)
+    losses, predictions, _ = frozen_head_loss(hidden, head, labels, chunk_rows=20)
     torch.autograd.backward(losses.sum())
     assert hidden.grad is not None
     return losses.detach(), hidden.grad.float(), predictions

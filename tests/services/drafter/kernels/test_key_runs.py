@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from services.drafter.kernels.key_runs import TILE, sweeps_of_keys, sweeps_of_rows
-from services.drafter.model.visibility import key_runs
+from services.drafter.model.visibility import LayerMask, key_runs
 from tests.builders.batches import random_anchors
 
 
@@ -20,7 +20,7 @@ def covered(sweeps: Any, num_tiles: int, whole: bool) -> Any:
 @pytest.mark.parametrize("window", [0, 1, 150, 400])
 @pytest.mark.parametrize("lengths", [[1500], [100, 900, 50, 1, 449]])
 def test_sweeps_cover_the_visible_tiles_and_only_full_tiles_are_unmasked(lengths: list[int], window: int) -> None:
-    runs = key_runs(random_anchors(lengths, 256), 4, window, np.arange(1024))
+    runs = key_runs(random_anchors(lengths, 256), 4, LayerMask(window, causal=window > 0), np.arange(1024))
     key = np.arange(1536)
     seen_keys = (key >= runs.start[:, None]) & (key < runs.end[:, None])
     counts = seen_keys.reshape(8, TILE, 12, TILE).sum((1, 3))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from services.drafter.model.attention import DenseAttention
-from services.drafter.model.visibility import key_runs
+from services.drafter.model.visibility import LayerMask, key_runs
 from tests.builders.batches import random_anchors
 
 
@@ -35,7 +35,7 @@ def test_kernels_equal_dense_attention_in_value_and_gradient(lengths: list[int],
     device = torch.device("cpu")
     num_context, num_blocks, block_size = sum(lengths), min(sum(lengths), 40), 8
     rows = some_rows(num_blocks, block_size) if some else np.arange(num_blocks * block_size)
-    runs = key_runs(random_anchors(lengths, num_blocks), block_size, window, rows)
+    runs = key_runs(random_anchors(lengths, num_blocks), block_size, LayerMask(window, causal=window > 0), rows)
     random, num_rows = torch.Generator().manual_seed(0), num_blocks * block_size
     sizes = [(len(rows), 4), (num_context, 2), (num_context, 2), (num_rows, 2), (num_rows, 2)]
     tensors = [heads(*size, random) for size in sizes]
@@ -59,7 +59,7 @@ def test_a_gpu_in_bfloat16_is_close_to_dense_attention_in_float32(window: int, s
 
     device, block_size, num_blocks, lengths = torch.device("cuda"), 16, 160, [700, 50, 1300]
     rows = some_rows(num_blocks, block_size) if some else np.arange(num_blocks * block_size)
-    runs = key_runs(random_anchors(lengths, num_blocks), block_size, window, rows)
+    runs = key_runs(random_anchors(lengths, num_blocks), block_size, LayerMask(window, causal=window > 0), rows)
     num_context, num_rows, random = sum(lengths), num_blocks * block_size, torch.Generator().manual_seed(0)
     sizes = [(len(rows), 8), (num_context, 2), (num_context, 2), (num_rows, 2), (num_rows, 2)]
     tensors = [heads(*size, random, head_dim).to(device, torch.bfloat16) for size in sizes]

@@ -70,7 +70,7 @@ def test_only_the_leading_supervised_matches_count() -> None:
 def test_chunks_of_blocks_do_not_change_the_result() -> None:
     batch, weights = make_batch([20, 9, 14]), frozen_weights()
     totals = [
-        evaluate_batch(DraftModel(config), *weights, batch, config)
+        evaluate_batch(DraftModel(config), *weights, batch, config).chosen
         for config in (make_config(anchors_per_batch=size) for size in (3, 16, 64))
     ]
     assert np.array_equal(totals[0], totals[1])

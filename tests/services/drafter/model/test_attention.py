@@ -7,7 +7,7 @@ from torch import Tensor
 
 from services.drafter.kernels.key_runs import KeyRuns
 from services.drafter.model.attention import DenseAttention, KeysValues
-from services.drafter.model.visibility import BlockAnchors, key_runs
+from services.drafter.model.visibility import BlockAnchors, LayerMask, key_runs
 
 CONTEXT_DOCUMENTS = [0] * 7 + [1] * 5
 ANCHORS, DOCUMENTS, VALID = [3, 6, 10, 0], [0, 0, 1, 0], [True, True, True, False]
@@ -31,7 +31,9 @@ def expected(block_size: int, window: int) -> list[list[bool]]:
 
 def dense_mask(blocks: BlockAnchors, block_size: int, window: int, num_context: int) -> Tensor:
     num_rows = len(blocks.anchors) * block_size
-    return DenseAttention(key_runs(blocks, block_size, window, np.arange(num_rows)), num_context, num_rows, CPU).mask
+    return DenseAttention(
+        key_runs(blocks, block_size, LayerMask(window, causal=window > 0), np.arange(num_rows)), num_context, num_rows, CPU
+    ).mask
 
 
 @pytest.mark.parametrize("window", [0, 1, 2, 4, 100])

@@ -29,7 +29,7 @@ def test_value_and_gradient_equal_the_dense_loss(chunk_rows: int) -> None:
     (reference * weights.double()).sum().backward()  # type: ignore[no-untyped-call]
 
     hidden.requires_grad_()
-    losses, predictions = frozen_head_loss(hidden, head, labels, chunk_rows)
+    losses, predictions, _ = frozen_head_loss(hidden, head, labels, chunk_rows)
     (losses * weights).sum().backward()  # type: ignore[no-untyped-call]
     assert exact.grad is not None
     torch.testing.assert_close(losses.double(), reference, rtol=1e-5, atol=1e-6)
@@ -41,7 +41,7 @@ def test_bfloat16_stays_near_the_dense_loss() -> None:
     hidden, head, labels, weights = problem(11)
     reference = (F.cross_entropy(hidden @ head.T, labels, reduction="none") * weights).sum()
     low = hidden.bfloat16().requires_grad_()
-    losses, _ = frozen_head_loss(low, head.bfloat16(), labels, 4)
+    losses, *_ = frozen_head_loss(low, head.bfloat16(), labels, 4)
     loss = (losses * weights).sum()
     loss.backward()  # type: ignore[no-untyped-call]
     assert losses.dtype == torch.float32
@@ -53,7 +53,7 @@ def test_bfloat16_stays_near_the_dense_loss() -> None:
 def test_no_rows_give_no_loss() -> None:
     hidden, head, labels, _ = problem(0)
     hidden.requires_grad_()
-    losses, _ = frozen_head_loss(hidden, head, labels, 4)
+    losses, *_ = frozen_head_loss(hidden, head, labels, 4)
     losses.sum().backward()  # type: ignore[no-untyped-call]
     assert losses.shape == (0,)
     assert hidden.grad is not None
@@ -62,7 +62,7 @@ def test_no_rows_give_no_loss() -> None:
 def test_evaluation_without_gradients() -> None:
     hidden, head, labels, _ = problem(11)
     with torch.no_grad():
-        losses, _ = frozen_head_loss(hidden, head, labels, 4)
+        losses, *_ = frozen_head_loss(hidden, head, labels, 4)
     torch.testing.assert_close(losses, F.cross_entropy(hidden @ head.T, labels, reduction="none"))
 
 

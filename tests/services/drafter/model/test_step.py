@@ -33,12 +33,14 @@ def test_sums_equal_their_definition() -> None:
         expected.loss.add_(decay[slot] * F.cross_entropy(logits, label).detach())
         expected.weight.add_(decay[slot])
         expected.correct[slot] += logits.argmax() == label
+        expected.recalled[slot] += logits.argmax() == label
         expected.labels[slot] += 1
     accepted = matching_prefix((hidden[:, 1:] @ head.T).argmax(-1).numpy(), blocks)
-    expected.accepted.fill_(int(accepted[blocks.valid].sum()))
+    for view in (expected.accepted, expected.accepted_unary, expected.accepted_oracle):
+        view.fill_(int(accepted[blocks.valid].sum()))
     torch.testing.assert_close(sums.values.detach(), expected.values)
     predictions = predict_blocks(model, embed, head, batch, blocks, config)
-    assert torch.equal(predictions, (hidden[:, 1:] @ head.T).argmax(-1))
+    assert torch.equal(predictions.tokens, (hidden[:, 1:] @ head.T).argmax(-1))
 
 
 def test_padding_adds_nothing_to_loss_and_gradients() -> None:
@@ -81,7 +83,7 @@ def train(model: DraftModel, batch: PackedBatch, config: Config, num_steps: int)
 
 
 def acceptance_length(model: DraftModel, batch: PackedBatch, config: Config) -> float:
-    return summarise(evaluate_batch(model, *frozen_weights(), batch, config).sum(0)).acceptance
+    return summarise(evaluate_batch(model, *frozen_weights(), batch, config).chosen.sum(0)).acceptance
 
 
 def test_a_draft_model_learns_to_read_the_features() -> None:

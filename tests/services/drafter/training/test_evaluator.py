@@ -53,8 +53,8 @@ def test_every_sample_counts_in_its_set_and_category(config: Config) -> None:
     expected = np.zeros((len(LENGTHS), 4), dtype=np.int64)
     control = np.zeros(4, dtype=np.int64)
     for batch in batches:
-        expected[batch.sample_ids] += evaluate_batch(model, *frozen_weights(), batch, config)
-        control += evaluate_batch(model, *frozen_weights(), with_features_of_another_document(batch), config).sum(0)
+        expected[batch.sample_ids] += evaluate_batch(model, *frozen_weights(), batch, config).chosen
+        control += evaluate_batch(model, *frozen_weights(), with_features_of_another_document(batch), config).chosen.sum(0)
     for _ in range(2):  # the second time from the start again
         evaluator.begin()
         for batch in batches:

@@ -33,7 +33,7 @@ def sums_of(model: nn.Module, batch: int) -> StepSums:
     parameter = next(model.parameters())
     rows = torch.randn(5, 4, generator=torch.Generator().manual_seed(batch)).to(parameter)
     loss = model(rows).square().sum().float()
-    return StepSums(torch.cat([loss[None], torch.tensor([5.0, batch, 0.0], device=parameter.device)]))
+    return StepSums(torch.cat([loss[None], torch.tensor([5.0, 0.0, batch, 0.0, 0.0, 0.0], device=parameter.device)]))
 
 
 def flat(model: nn.Module) -> Tensor:

@@ -14,7 +14,7 @@ from services.drafter.training.quarantine import QuarantinedBatch, collect_facts
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_facts_of_a_batch(dtype: torch.dtype) -> None:
     hidden = torch.tensor([[[1.0, -8.0], [math.nan, 2.0]], [[math.inf, -math.inf], [0.0, 4.0]]], dtype=dtype)
-    facts = collect_facts(3, [5, 6], hidden, StepSums(torch.tensor([6.0, 4.0, 1.0, 0.0])))
+    facts = collect_facts(3, [5, 6], hidden, StepSums(torch.tensor([6.0, 4.0, 0.0, 1.0, 1.0, 1.0, 0.0])))
     record = QuarantinedBatch.of(facts, facts.facts.tolist())
     assert record == QuarantinedBatch(batch=3, sample_ids=[5, 6], num_nonfinite=3, largest_finite=8.0, loss=1.5)
     assert QuarantinedBatch.of(facts, [0.0, 0.0, 0.0, 0.0]).loss == 0.0  # a batch without a label

@@ -10,8 +10,8 @@ from services.drafter.training.step_metrics import MetricsReadback, StepCost, St
 
 
 def make_result(loss: float, *, found_inf: float = 0.0, stop: float = 0.0) -> StepResult:
-    """Return a step of blocks of three: loss, weight, accepted slots, correct per slot, labels per slot, the stop flag."""
-    sums = torch.tensor([loss * 2, 2.0, 5.0, 3.0, 1.0, 8.0, 4.0, stop])
+    """Return a step of blocks of three: loss, weight, selector's loss, three kinds of accepted slots, three counts per slot."""
+    sums = torch.tensor([loss * 2, 2.0, 1.0, 5.0, 4.0, 6.0, 3.0, 1.0, 7.0, 2.0, 8.0, 4.0, stop])
     return StepResult(torch.tensor(loss), torch.tensor(0.5), torch.tensor(found_inf), StepSums(sums), torch.tensor(1.0))
 
 
@@ -34,7 +34,7 @@ def timed() -> Stopwatch:
 
 
 def test_metrics_of_a_step_arrive_with_the_next_step() -> None:
-    readback = MetricsReadback(torch.device("cpu"), num_sums=8, num_batches=2)
+    readback = MetricsReadback(torch.device("cpu"), num_sums=13, num_batches=2, with_selector=False)
     assert readback.flush() is None
     watches = [timed(), timed()]
     assert readback.push(1, make_result(4.0), watches[0], COST, [make_facts(5), make_facts(6, nonfinite=3.0)]) is None
@@ -47,6 +47,7 @@ def test_metrics_of_a_step_arrive_with_the_next_step() -> None:
         num_labels=[8, 4],
         num_correct=[3, 1],
         num_accepted=5,
+        selector=None,
         num_skipped=0,
         laps_s=watches[0].laps_s(),
         cost=COST,
@@ -61,7 +62,7 @@ def test_metrics_of_a_step_arrive_with_the_next_step() -> None:
 
 
 def test_metrics_are_copied_when_they_are_pushed() -> None:
-    readback = MetricsReadback(torch.device("cpu"), num_sums=8, num_batches=1)
+    readback = MetricsReadback(torch.device("cpu"), num_sums=13, num_batches=1, with_selector=True)
     result, facts = make_result(4.0), make_facts(5)
     readback.push(1, result, timed(), COST, [facts])
     for tensor in (result.loss, result.grad_norm, result.sums.values, facts.facts):
@@ -70,3 +71,6 @@ def test_metrics_are_copied_when_they_are_pushed() -> None:
     assert figures is not None
     assert (figures.loss, figures.grad_norm, figures.num_labels) == (4.0, 0.5, [8, 4])
     assert figures.batches == [make_record(5)]
+    row = figures.row()
+    assert (row["block_acceptance"], row["block_acceptance_unary"], row["block_acceptance_oracle"]) == (1.625, 1.5, 1.75)
+    assert (row["selector_loss"], row["recall_per_slot"]) == (0.5, [0.875, 0.5])

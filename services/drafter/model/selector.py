@@ -1,0 +1,77 @@
+"""The candidate selector of DFlash 2: it chooses among the likeliest tokens of a slot by the token before them.
+
+Shapes: R rows (slots of blocks), N blocks, S = B - 1 slots of a block, H hidden, V vocabulary, K candidates of a slot,
+r rank.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common.config import Config
+from services.drafter.kernels.fused import fused
+
+
+class Candidates(NamedTuple):
+    """The K tokens of the largest logits, in the order of their ids: of equal scores the first wins, as in an argmax over V."""
+
+    tokens: Tensor  # int64 [..., K]
+    logits: Tensor  # float32 [..., K]
+
+
+def top_candidates(logits: Tensor, count: int) -> Candidates:
+    """Return the `count` largest of the logits [R, V]."""
+    tokens = logits.topk(count, dim=1, sorted=False).indices.sort(1).values
+    return Candidates(tokens, logits.gather(1, tokens).float())
+
+
+@fused
+def add_scores(logits: Tensor, state: Tensor, successors: Tensor) -> Tensor:
+    """Return logits [R, K] plus the products of states [R, r] with successors [R, K, r]: float32 [R, K]."""
+    return logits + (state.float()[:, None] * successors.float()).sum(2)
+
+
+class CandidateSelector(nn.Module):
+    """Scores candidate c of a slot: logit[c] + <predecessor[token before] * project(hidden), successor[c]>."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        vocabulary, rank = config.shape.vocab_size, config.draft.selector_rank
+        self.predecessor_codebook = nn.Parameter(torch.empty(vocabulary, rank))
+        self.successor_codebook = nn.Parameter(torch.empty(vocabulary, rank))
+        self.hidden_projection = nn.Linear(config.shape.hidden_size, rank, bias=False)
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        """Let all candidates score as their logits; the first step gives the successors a gradient, they the others."""
+        self.successor_codebook.zero_()
+
+    def forward(self, hidden: Tensor, candidates: Candidates, previous: Tensor) -> Tensor:
+        """Return the scores of candidates [R, K] of rows [R, H], after the tokens `previous` int64 [R]: float32 [R, K]."""
+        projected = self.hidden_projection(hidden.to(self.hidden_projection.weight.dtype))
+        state = F.embedding(previous, self.predecessor_codebook) * projected
+        return add_scores(candidates.logits, state, F.embedding(candidates.tokens, self.successor_codebook))
+
+    def walk(self, hidden: Tensor, candidates: Candidates, anchors: Tensor) -> Tensor:
+        """Choose greedily, slot after slot, each after the token chosen before it: int64 [N, S].
+
+        Args:
+            hidden: [N, S, H], after the final norm.
+            candidates: [N, S, K].
+            anchors: int64 [N], the tokens before slot 1.
+        """
+        chosen = [anchors]
+        for slot in range(hidden.shape[1]):
+            of_slot = Candidates(candidates.tokens[:, slot], candidates.logits[:, slot])
+            best = self(hidden[:, slot], of_slot, chosen[-1]).argmax(1, keepdim=True)
+            chosen.append(of_slot.tokens.gather(1, best)[:, 0])
+        return torch.stack(chosen[1:], dim=1)
+
+
+def selector_loss(scores: Tensor, tokens: Tensor, labels: Tensor) -> Tensor:
+    """Return the cross entropy of the scores [R, K] of tokens [R, K]: float32 [R], 0 where the label is no candidate."""
+    is_label = tokens == labels[:, None]
+    losses = scores.logsumexp(1) - torch.where(is_label, scores, 0.0).sum(1)
+    return torch.where(is_label.any(1), losses, 0.0)
