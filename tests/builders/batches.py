@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from common.config import ActorsConfig, Config, DataConfig, ModelConfig, PlanCon
 from common.draft_config import DraftConfig
 from common.target_shape import TargetShape
 from services.drafter.model.batch import PackedBatch
+from services.drafter.model.model import DraftModel
 from services.drafter.model.visibility import BlockAnchors
 
 VOCAB_SIZE, HIDDEN_SIZE, NUM_TAPS, BLOCK_SIZE, MASK_TOKEN = 32, 32, 2, 4, 31
@@ -118,3 +120,18 @@ def random_anchors(lengths: list[int], num_blocks: int) -> BlockAnchors:
     anchors = np.sort(np.random.default_rng(0).choice(starts[-1], num_blocks, replace=False))
     valid = np.arange(num_blocks) < num_blocks - 2
     return BlockAnchors(np.where(valid, anchors, 0), starts[np.searchsorted(starts, anchors, side="right") - 1] * valid, valid)
+
+
+def dflash2(config: Config, **draft: Any) -> Config:
+    """Return the configuration with a small DFlash 2 as its draft model."""
+    keys = {"kind": "dflash2", "is_causal": False, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 4, **draft}
+    return msgspec.structs.replace(config, draft=msgspec.structs.replace(config.draft, **keys))
+
+
+def randomise(model: DraftModel, scale: float = 0.3) -> DraftModel:
+    """Add random values to all weights, so that convolutions and selector do something."""
+    random = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=random), alpha=scale)
+    return model
