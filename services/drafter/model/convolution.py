@@ -1,6 +1,6 @@
 """The dynamic convolution of DFlash 2: each row of a block is mixed with its predecessor, by weights made from the row.
 
-Shapes: R rows, H hidden, S = 2 sides of a sublayer (before, after), T = 2 taps (the row, its predecessor), G groups of
+Shapes: R rows, H hidden, S = 2 convolutions of a sublayer (before it, after it), T = 2 taps (the row, its predecessor), G groups of
 H / G neighbouring channels that share the dynamic part of a weight.
 """
 
@@ -8,9 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from services.drafter.kernels.fused import fused
-
-NUM_SIDES, NUM_TAPS = 2, 2
+NUM_CONVOLUTIONS, NUM_TAPS = 2, 2
 
 
 class DynamicConvolution(nn.Module):
@@ -18,8 +16,8 @@ class DynamicConvolution(nn.Module):
 
     def __init__(self, hidden_size: int, group_size: int) -> None:
         super().__init__()
-        self.base_kernel = nn.Parameter(torch.empty(NUM_SIDES, NUM_TAPS, hidden_size))
-        self.kernel_projection = nn.Linear(hidden_size, NUM_SIDES * NUM_TAPS * (hidden_size // group_size), bias=False)
+        self.base_kernel = nn.Parameter(torch.empty(NUM_CONVOLUTIONS, NUM_TAPS, hidden_size))
+        self.kernel_projection = nn.Linear(hidden_size, NUM_CONVOLUTIONS * NUM_TAPS * (hidden_size // group_size), bias=False)
 
     @torch.no_grad()
     def initialise(self) -> None:
@@ -37,20 +35,14 @@ def convolve(rows: Tensor, kernels: Tensor, base: Tensor, side: int, is_first: T
 
     Args:
         rows: [R, H], block after block.
-        kernels: [R, S * T * G], laid out side, tap, group: the projection of the rows that entered the sublayer.
+        kernels: [R, S * T * G], laid out convolution, tap, group: the projection of the rows that entered the sublayer.
         base: [S, T, H].
         side: 0 before the sublayer, 1 after it.
         is_first: bool [R, 1]; the first row of a block has no predecessor.
     """
     num_rows, hidden = rows.shape
     before = F.pad(rows[:-1], (0, 0, 1, 0)).masked_fill(is_first, 0.0)
-    num_groups = kernels.shape[1] // (NUM_SIDES * NUM_TAPS)
-    dynamic = kernels.view(num_rows, NUM_SIDES, NUM_TAPS, num_groups, 1)[:, side]
+    num_groups = kernels.shape[1] // (NUM_CONVOLUTIONS * NUM_TAPS)
+    dynamic = kernels.view(num_rows, NUM_CONVOLUTIONS, NUM_TAPS, num_groups, 1)[:, side]
     own, previous = (base[side].view(NUM_TAPS, num_groups, -1) + dynamic).view(num_rows, NUM_TAPS, hidden).unbind(1)
     return own * rows + previous * before
-
-
-@fused
-def convolve_input(rows: Tensor, kernels: Tensor, base: Tensor, is_first: Tensor) -> Tensor:
-    """Convolve the rows [R, H] that enter a sublayer; arguments as for `convolve`."""
-    return convolve(rows, kernels, base, 0, is_first)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from common.config import Config
 from services.drafter.kernels.fused import fused
 from services.drafter.model.attention import Attend, KeysValues
-from services.drafter.model.convolution import DynamicConvolution, convolve, convolve_input
+from services.drafter.model.convolution import DynamicConvolution, convolve
 
 Rotation = tuple[Tensor, Tensor]  # cosine and sine, float32 [rows, D]
 _MIXED = 2  # first rows of a block that one convolution makes different from block to block
@@ -76,6 +76,16 @@ def finish_layer(
     hidden = residual + F.linear(attended, output)
     normed = F.rms_norm(hidden, norm.shape, norm, eps)
     return hidden + F.linear(F.silu(F.linear(normed, gate)) * F.linear(normed, up), down)
+
+
+@fused
+def enter_convolved_layer(
+    rows: Tensor, is_first: Tensor, norm: Tensor, base: Tensor, projection: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Norm the rows [rows, H] and convolve them: what enters attention, and the kernels of both convolutions."""
+    normed = F.rms_norm(rows, norm.shape, norm, eps)
+    kernels = F.linear(normed, projection)
+    return convolve(normed, kernels, base, 0, is_first), kernels
 
 
 @fused
@@ -191,23 +201,32 @@ class ConvolvedLayer(DraftLayer):
     ) -> Tensor:
         """Return all block rows after this layer, [Q, H]; each row reads the row before it, so `wanted` must be None."""
         assert wanted is None, "a convolved layer computes all rows"
-        normed = rms_norm(rows, self.input_layernorm.weight, self.eps)
-        base, projection = self.attention_conv.weights()
-        kernels = F.linear(normed, projection)
-        mixed, mixed_blocks = self._mix(normed, kernels, base, blocks)
+        mixed, kernels, mixed_blocks = self._enter(rows, blocks)
         attended = self.self_attn(mixed, angles, context, attend, mixed_blocks, wanted)
-
-        kernels, residual = blocks.expand(kernels), blocks.expand(rows)
-        is_first = blocks.is_first(len(residual), rows.device)
+        residual = blocks.expand(rows)
         weights = self.self_attn.o_proj.weight, self.post_attention_layernorm.weight, *self.mlp.weights()
-        return finish_convolved_layer(residual, attended, kernels, is_first, base, *self.mlp_conv.weights(), *weights, self.eps)
+        return finish_convolved_layer(
+            residual,
+            attended,
+            kernels,
+            blocks.is_first(len(residual), rows.device),
+            self.attention_conv.base_kernel,
+            *self.mlp_conv.weights(),
+            *weights,
+            self.eps,
+        )
 
-    def _mix(self, rows: Tensor, kernels: Tensor, base: Tensor, blocks: BlockRows) -> tuple[Tensor, BlockRows]:
-        """Convolve what enters attention. Distinct rows stay so: of slot 0, of slot 1, and one of all later slots."""
+    def _enter(self, rows: Tensor, blocks: BlockRows) -> tuple[Tensor, Tensor, BlockRows]:
+        """Return the convolved rows that enter attention, the kernels of all block rows, and which rows the former are.
+
+        Distinct rows stay so: they become those of slot 0, those of slot 1, and one that all later slots share.
+        """
+        weights = self.input_layernorm.weight, *self.attention_conv.weights(), self.eps
         if blocks.num_leading is None:
-            return convolve_input(rows, kernels, base, blocks.is_first(rows.shape[0], rows.device)), blocks
+            return *enter_convolved_layer(rows, blocks.is_first(len(rows), rows.device), *weights), blocks
         short = BlockRows(_MIXED + 1, blocks.num_leading)
-        rows, kernels = short.expand(rows), short.expand(kernels)
-        mixed = convolve_input(rows, kernels, base, short.is_first(rows.shape[0], rows.device))
-        by_slot = mixed.view(-1, _MIXED + 1, rows.shape[1]).unbind(1)
-        return torch.cat([*by_slot[:_MIXED], by_slot[_MIXED][:1]]), BlockRows(blocks.block_size, _MIXED)
+        rows = short.expand(rows)
+        mixed, kernels = enter_convolved_layer(rows, short.is_first(len(rows), rows.device), *weights)
+        by_slot, of_slot = (part.view(-1, _MIXED + 1, part.shape[1]).unbind(1) for part in (mixed, kernels))
+        kernels = blocks.expand(torch.cat([of_slot[0], of_slot[1][:1]]))
+        return torch.cat([*by_slot[:_MIXED], by_slot[_MIXED][:1]]), kernels, BlockRows(blocks.block_size, _MIXED)

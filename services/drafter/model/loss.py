@@ -14,6 +14,7 @@ from torch import Tensor
 
 from common.config import TrainConfig
 from services.drafter.kernels.fp8_head import Fp8Head
+from services.drafter.kernels.fused import fused
 from services.drafter.model.selector import Candidates, top_candidates
 
 Head = Tensor | Fp8Head
@@ -105,9 +106,14 @@ class _FrozenHeadCrossEntropy(torch.autograd.Function):
         if of_candidates is not None:
             for first in range(0, len(total), ctx.chunk_rows):
                 rows = slice(first, first + ctx.chunk_rows)
-                head_rows = F.embedding(tokens[rows], ctx.weight)  # [rows, K, H]
-                total[rows] += torch.bmm(of_candidates[rows, None].to(head_rows.dtype), head_rows)[:, 0].to(total.dtype)
+                add_head_rows(total[rows], of_candidates[rows], tokens[rows], ctx.weight)
         return total, None, None, None, None
+
+
+@fused
+def add_head_rows(total: Tensor, factors: Tensor, tokens: Tensor, weight: Tensor) -> None:
+    """Add to total [R, H], in place, the rows of the head [V, H] of tokens [R, K], times float32 factors [R, K]."""
+    total.add_((factors[..., None] * F.embedding(tokens, weight).float()).sum(1).to(total.dtype))
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, losses: Tensor, predictions: Tensor, *, with_gradient: bool) -> None:

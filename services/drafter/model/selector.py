@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from common.config import Config
 from services.drafter.kernels.fused import fused
 
+_SEGMENT = 128  # logits: the length of a run with one maximum
+
 
 class Candidates(NamedTuple):
     """The K tokens of the largest logits, in the order of their ids: of equal scores the first wins, as in an argmax over V."""
@@ -22,8 +24,23 @@ class Candidates(NamedTuple):
 
 
 def top_candidates(logits: Tensor, count: int) -> Candidates:
-    """Return the `count` largest of the logits [R, V]."""
-    tokens = logits.topk(count, dim=1, sorted=False).indices.sort(1).values
+    """Return the `count` largest of the logits [R, V].
+
+    The largest logits lie in the segments with the largest maxima. So a long row is read once, for the maxima; a selection
+    among all of its logits would read it ten times.
+    """
+    num_rows, num_segments = logits.shape[0], logits.shape[1] // _SEGMENT
+    if num_segments > count:
+        whole = logits[:, : num_segments * _SEGMENT]
+        segments = whole.view(num_rows, num_segments, _SEGMENT).amax(2).topk(count, dim=1, sorted=False).indices
+        columns = torch.arange(_SEGMENT, device=logits.device)
+        inside = (segments[..., None] * _SEGMENT + columns).flatten(1)
+        tail = torch.arange(num_segments * _SEGMENT, logits.shape[1], device=logits.device).expand(num_rows, -1)
+        tokens = torch.cat([inside, tail], dim=1)
+        tokens = tokens.gather(1, logits.gather(1, tokens).topk(count, dim=1, sorted=False).indices)
+    else:
+        tokens = logits.topk(count, dim=1, sorted=False).indices
+    tokens = tokens.sort(1).values
     return Candidates(tokens, logits.gather(1, tokens).float())
 
 
@@ -54,7 +71,7 @@ class CandidateSelector(nn.Module):
         state = F.embedding(previous, self.predecessor_codebook) * projected
         return add_scores(candidates.logits, state, F.embedding(candidates.tokens, self.successor_codebook))
 
-    def walk(self, hidden: Tensor, candidates: Candidates, anchors: Tensor) -> Tensor:
+    def select(self, hidden: Tensor, candidates: Candidates, anchors: Tensor) -> Tensor:
         """Choose greedily, slot after slot, each after the token chosen before it: int64 [N, S].
 
         Args:

@@ -111,7 +111,7 @@ def predict_blocks(
         return Drafts(likeliest, likeliest, likeliest[..., None])
     candidates = Candidates(*(torch.cat(parts).view(num_blocks, num_slots, -1) for parts in zip(*found, strict=True)))
     anchors = upload(blocks.anchor_tokens, hidden.device)
-    tokens = model.candidate_selector.walk(hidden.view(num_blocks, num_slots, -1), candidates, anchors)
+    tokens = model.candidate_selector.select(hidden.view(num_blocks, num_slots, -1), candidates, anchors)
     return Drafts(tokens, likeliest, candidates.tokens)
 
 

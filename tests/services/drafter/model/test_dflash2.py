@@ -10,6 +10,7 @@ from torch import Tensor
 from common.config import Config, TrainConfig
 from services.drafter.model.acceptance import evaluate_batch
 from services.drafter.model.anchors import all_blocks, choose_blocks
+from services.drafter.model.layers import ConvolvedLayer
 from services.drafter.model.loss import decay_weights, frozen_head_loss, selector_weight
 from services.drafter.model.model import DraftModel
 from services.drafter.model.selector import selector_loss
@@ -60,13 +61,13 @@ def test_distinct_rows_of_the_first_layer_stand_for_all(layer_types: list[str]) 
     model = randomise(DraftModel(config))
     found = dense_hidden(model, config)
     with pytest.MonkeyPatch.context() as patch:
-        layer = type(model.layers[0])
-        mix = layer._mix
+        layer = ConvolvedLayer
+        enter = layer._enter
 
-        def mix_all(self, rows, kernels, base, blocks):  # type: ignore[no-untyped-def]
-            return mix(self, blocks.expand(rows), blocks.expand(kernels), base, type(blocks)(blocks.block_size))
+        def enter_all(self, rows, blocks):  # type: ignore[no-untyped-def]
+            return enter(self, blocks.expand(rows), type(blocks)(blocks.block_size))
 
-        patch.setattr(layer, "_mix", mix_all)
+        patch.setattr(layer, "_enter", enter_all)
         torch.testing.assert_close(dense_hidden(model, config), found, rtol=1e-4, atol=1e-5)
 
 
@@ -142,10 +143,11 @@ def test_a_backward_pass_reaches_every_parameter_also_without_labels_and_at_weig
     selector = model.candidate_selector
     assert selector is not None and selector.successor_codebook.grad is not None
     assert selector.successor_codebook.grad.any()
-    assert not selector.hidden_projection.weight.grad.any()  # the successors are 0: from the second step on
+    of_projection = selector.hidden_projection.weight.grad
+    assert of_projection is not None and not of_projection.any()  # the successors are 0: from the second step on
 
 
-def test_evaluation_counts_a_walk_that_reads_no_label() -> None:
+def test_evaluation_drafts_without_the_labels() -> None:
     config, (embed, head) = dflash2(make_config(anchors_per_batch=32)), frozen_weights()
     model, batch = randomise(DraftModel(config)), make_batch([12, 9])
     blocks = next(all_blocks(batch, config))

@@ -51,13 +51,23 @@ def test_candidates_are_the_largest_in_the_order_of_their_ids() -> None:
     assert candidates.tokens[1].tolist()[1] == 3
 
 
-def test_the_walk_equals_an_exhaustive_one() -> None:
+@pytest.mark.parametrize("vocabulary", [31, 640, 128 * 9, 128 * 9 + 37])
+def test_candidates_of_long_rows_are_those_of_a_plain_selection(vocabulary: int) -> None:
+    logits = torch.randn(7, vocabulary, generator=torch.Generator().manual_seed(3))
+    logits[0, -4:] += 10.0
+    logits[1, 128:132] += 10.0
+    found = top_candidates(logits, COUNT)
+    assert torch.equal(found.tokens, logits.topk(COUNT).indices.sort(1).values)
+    assert torch.equal(found.logits, logits.gather(1, found.tokens))
+
+
+def test_the_selection_equals_an_exhaustive_one() -> None:
     selector, num_slots = make_selector(), 3
     hidden, logits = make_rows(2 * num_slots)
     candidates = top_candidates(logits, COUNT)
     by_block = Candidates(*(part.view(2, num_slots, COUNT) for part in candidates))
     anchors = torch.tensor([4, 9])
-    found = selector.walk(hidden.view(2, num_slots, -1), by_block, anchors)
+    found = selector.select(hidden.view(2, num_slots, -1), by_block, anchors)
     unary = logits.argmax(1).view(2, num_slots)
     for block in range(2):
         previous = int(anchors[block])
@@ -76,7 +86,7 @@ def test_a_fresh_selector_chooses_the_likeliest_token() -> None:
     selector, (hidden, logits) = make_selector(), make_rows(6)
     selector.initialise()
     candidates = Candidates(*(part.view(2, 3, COUNT) for part in top_candidates(logits, COUNT)))
-    assert torch.equal(selector.walk(hidden.view(2, 3, -1), candidates, torch.tensor([0, 1])), logits.argmax(1).view(2, 3))
+    assert torch.equal(selector.select(hidden.view(2, 3, -1), candidates, torch.tensor([0, 1])), logits.argmax(1).view(2, 3))
 
 
 def test_the_loss_is_a_cross_entropy_over_the_candidates_and_nothing_else() -> None:

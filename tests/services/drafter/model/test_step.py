@@ -17,7 +17,16 @@ from services.drafter.model.model import DraftModel
 from services.drafter.model.step import block_hidden, block_loss, predict_blocks
 from services.drafter.model.step_sums import StepSums
 from services.drafter.training.optimizer import MasterAdamW
-from tests.builders.batches import BLOCK_SIZE, HIDDEN_SIZE, document_alone, frozen_weights, make_batch, make_config
+from tests.builders.batches import (
+    BLOCK_SIZE,
+    HIDDEN_SIZE,
+    dflash2,
+    document_alone,
+    frozen_weights,
+    make_batch,
+    make_config,
+    randomise,
+)
 
 
 def test_sums_equal_their_definition() -> None:
@@ -142,12 +151,13 @@ def test_dpace_divides_by_anchors_and_weighs_early_slots_more() -> None:
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of itself
 @pytest.mark.parametrize("layers", [["sliding_attention"], ["sliding_attention", "full_attention", "full_attention"]])
-def test_a_gpu_computes_what_the_cpu_computes(layers: list[str]) -> None:
+@pytest.mark.parametrize("kind", ["dflash", "dflash2"])
+def test_a_gpu_computes_what_the_cpu_computes(layers: list[str], kind: str) -> None:
     results = []
     for device in ("cpu", "cuda"):
-        config = make_config(layers, head_dim=16, anchors_per_batch=64)
+        config = dflash2(make_config(layers, head_dim=16, anchors_per_batch=64), kind=kind)
         batch, (embed, head) = make_batch([24, 17, 30, 12], device=device), frozen_weights(device=device)
-        model = DraftModel(config).to(device)
+        model = randomise(DraftModel(config), 0.05).to(device)
         blocks = choose_blocks(batch, 0, config)
         sums = block_loss(model, embed, head, batch, blocks, config)
         sums.loss.backward()  # type: ignore[no-untyped-call]
@@ -165,8 +175,10 @@ def test_a_gpu_computes_what_the_cpu_computes(layers: list[str]) -> None:
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of itself
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_a_training_step_never_waits_for_the_gpu() -> None:
-    config, batch = make_config(dtype="bfloat16", head_dim=16, anchors_per_batch=64), knowing_batch("cuda")
+@pytest.mark.parametrize("kind", ["dflash", "dflash2"])
+def test_a_training_step_never_waits_for_the_gpu(kind: str) -> None:
+    plain = make_config(dtype="bfloat16", head_dim=16, anchors_per_batch=64)
+    config, batch = dflash2(plain, kind=kind), knowing_batch("cuda")
     model = DraftModel(config).to("cuda")
     embed, head = (weight.bfloat16() for weight in frozen_weights(device="cuda"))
     optimizer = MasterAdamW(model, config.train, 4, BLOCK_SIZE)
