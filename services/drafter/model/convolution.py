@@ -1,7 +1,7 @@
 """The dynamic convolution of DFlash 2: each row of a block is mixed with its predecessor, by weights made from the row.
 
-Shapes: R rows, H hidden, S = 2 convolutions of a sublayer (before it, after it), T = 2 taps (the row, its predecessor), G groups of
-H / G neighbouring channels that share the dynamic part of a weight.
+Shapes: R rows, H hidden, S = 2 convolutions of a sublayer (before it, after it), T = 2 taps (the row, its predecessor),
+G groups of H / G neighbouring channels that share the dynamic part of a weight.
 """
 
 import torch
