@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.config import Config
-from services.drafter.kernels.fused import fused
+from services.drafter.kernels.fused import fused, fused_and_recomputed
 from services.drafter.model.attention import Attend, KeysValues
 from services.drafter.model.convolution import DynamicConvolution, convolve
 
@@ -78,7 +78,7 @@ def finish_layer(
     return hidden + F.linear(F.silu(F.linear(normed, gate)) * F.linear(normed, up), down)
 
 
-@fused
+@fused_and_recomputed
 def enter_convolved_layer(
     rows: Tensor, is_first: Tensor, norm: Tensor, base: Tensor, projection: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -88,7 +88,7 @@ def enter_convolved_layer(
     return convolve(normed, kernels, base, 0, is_first), kernels
 
 
-@fused
+@fused_and_recomputed
 def finish_convolved_layer(
     residual: Tensor,
     attended: Tensor,
