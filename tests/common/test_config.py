@@ -1,6 +1,7 @@
 """Every rule of the configuration names its key; the shipped configurations hold what they promise."""
 
 import json
+import re
 from pathlib import Path
 
 import msgspec
@@ -255,6 +256,31 @@ def test_the_qwen3_8b_run(tmp_path: Path) -> None:
     )
     assert draft.mask_token_id == 151669
     assert loaded.targets.compile
+
+
+def test_the_dflash2_runs(tmp_path: Path) -> None:
+    shapes = {"qwen3_6_27b": qwen3_6_27b(tmp_path / "large"), "qwen3_8b": qwen3_8b(tmp_path / "small")}
+    for name, folder in shapes.items():
+        loaded = config.load(CONFIGS / f"{name}_dflash2.toml", [f"model.path={folder}"])
+        draft, plain = loaded.draft, config.load(CONFIGS / f"{name}.toml", [f"model.path={folder}"])
+        assert (draft.kind, draft.is_causal, draft.sliding_window) == ("dflash2", False, 2048)
+        assert draft.layer_types == ["sliding_attention"] * 5
+        assert (draft.selector_rank, draft.selector_top_k, draft.conv_group_size) == (256, 16, 16)
+        assert draft.mask_token_id == plain.draft.mask_token_id
+        assert (loaded.plan, loaded.targets, loaded.drafters) == (plain.plan, plain.targets, plain.drafters)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("draft.conv_group_size=7", "draft.conv_group_size: needed a divisor of hidden size 32, found 7"),
+        ("draft.selector_top_k=65", "draft.selector_top_k: needed at most the vocabulary 64, found 65"),
+        ("draft.selector_top_k=1", "draft.selector_top_k: needed"),
+    ],
+)
+def test_settings_of_dflash2_that_do_not_fit(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        config.load(TINY, ["draft.kind=dflash2", override])
 
 
 def test_the_demo_run(tmp_path: Path) -> None:
