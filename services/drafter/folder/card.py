@@ -9,13 +9,24 @@ from common.data.dataset import Dataset
 from common.errors import DataError
 from services.drafter.folder.engine_config import LayoutName, target_name
 
+_DFLASH2_NOTE = """
+DFlash 2 needs vLLM 0.28 or SGLang 0.5.23 at least. In vLLM, `"draft_sample_method": "probabilistic"` in the speculative config
+keeps its acceptance at temperatures above 0.
+"""
+_ALGORITHMS = {
+    "dflash": "arXiv 2602.06036",
+    "dflash2": "arXiv 2602.06036, with the convolutions and the candidate selector of DFlash 2 as in z-lab/dflash",
+}
+
 
 def write_card(config: Config, step: int, evaluation: Evaluation | None, layout: LayoutName) -> str:
     """Return the text for weights after `step` optimizer steps; it holds no path of the machine that trained."""
     draft, shape, target = config.draft, config.shape, target_name(config)
-    return f"""# DFlash drafter for {target}
+    name = "DFlash 2" if draft.kind == "dflash2" else "DFlash"
+    return f"""# {name} drafter for {target}
 
-Trained by Headrace (algorithm: arXiv 2602.06036). It drafts for this target only, and uses the target's embedding and head.
+Trained by Headrace (algorithm: {_ALGORITHMS[draft.kind]}). It drafts for this target only, and uses the target's
+embedding and head.
 
 - Target: {target}, {shape.num_hidden_layers} layers, taps after layers {", ".join(map(str, draft.tap_layers))}
 - Draft model: {draft.num_layers} layers, block size {draft.block_size}, mask token id {draft.mask_token_id}
@@ -32,7 +43,10 @@ Trained by Headrace (algorithm: arXiv 2602.06036). It drafts for this target onl
 def _describe(evaluation: Evaluation | None) -> str:
     if evaluation is None:
         return "not measured"
-    return f"{evaluation.acceptance:.3f} tokens per verification round, in {evaluation.num_rounds:,} rounds"
+    found = f"{evaluation.acceptance:.3f} tokens per verification round, in {evaluation.num_rounds:,} rounds"
+    if (selector := evaluation.selector) is None:
+        return found
+    return f"{found} (without its selector {selector.acceptance_unary:.3f}; candidates allow {selector.acceptance_oracle:.3f})"
 
 
 def _describe_data(path: str) -> str:
@@ -61,7 +75,7 @@ def _table(config: Config, evaluation: Evaluation) -> str:
 
 def _serving(config: Config, target: str, layout: LayoutName) -> str:
     """Return the commands of z-lab/dflash's README and of speculators' documentation."""
-    block_size = config.draft.block_size
+    block_size, selects = config.draft.block_size, config.draft.kind == "dflash2"
     speculative = json.dumps({"method": "dflash", "model": "<this folder>", "num_speculative_tokens": block_size - 1})
     vllm = f"vllm serve {target} --speculative-config '{speculative}'"
     if layout == "speculators":
@@ -80,4 +94,4 @@ SGLang:
         --speculative-draft-model-path <this folder> --speculative-num-draft-tokens {block_size}
 
 Hybrid targets (Qwen3.5, Qwen3.6) also need `--mamba-scheduler-strategy extra_buffer` in SGLang.
-"""
+{_DFLASH2_NOTE if selects else ""}"""

@@ -43,6 +43,11 @@ class DraftIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     head_dim: int
     rms_norm_eps: float
     rope_theta: float
+    is_causal: bool | None = None  # the defaults of this and the following are those of records from before DFlash 2
+    kind: str = "dflash"
+    conv_group_size: int = 0  # these three are 0 for DFlash
+    selector_rank: int = 0
+    selector_top_k: int = 0
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +64,8 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 def draft_identity(config: Config) -> DraftIdentity:
     values = msgspec.structs.asdict(config.shape) | msgspec.structs.asdict(config.draft)
+    if config.draft.kind == "dflash":
+        values |= {"conv_group_size": 0, "selector_rank": 0, "selector_top_k": 0}
     return DraftIdentity(**{field: values[field] for field in DraftIdentity.__struct_fields__})
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -15,7 +16,15 @@ from common.errors import CheckpointError, ModelError
 from common.run_dir import read_object
 from common.target_shape import default_tap_layers
 from common.weights import locate_tensors, read_tensors
-from services.drafter.folder.layouts import TARGETS_TENSORS, Content, detect, find_foreign, read_settings
+from services.drafter.folder.layouts import (
+    RENAMED,
+    TARGETS_TENSORS,
+    Content,
+    detect,
+    find_foreign,
+    read_settings,
+    uncommon_causality,
+)
 from services.drafter.model.model import DraftModel
 
 CONFIG = "config.json"
@@ -47,10 +56,11 @@ class Drafter:
         """List the settings and tensors that do not fit the draft model and target of `config`, with needed and found."""
         needed = msgspec.structs.asdict(config.shape) | msgspec.structs.asdict(config.draft)
         needed["draft_vocab_size"] = config.shape.vocab_size  # a reduced vocabulary has another head
+        needed["is_causal"] = uncommon_causality(config.draft.is_causal, config.draft.layer_types)
         if "sliding_attention" not in config.draft.layer_types:
             needed["sliding_window"] = 0
         found = {key: value for key, value in self.settings.items() if value != needed[key]}
-        lines = [f"{key}: needed {needed[key]}, found {value}" for key, value in found.items()]
+        lines = [f"{key}: needed {_show(needed[key])}, found {_show(value)}" for key, value in found.items()]
         return [*self.foreign, *lines, *differing_shapes(tensor_shapes(config), self.shapes)]
 
     def on(self, config: Config) -> Config:
@@ -96,17 +106,27 @@ def read_drafter(folder: Path) -> Drafter:
     layout = detect(content, names)
     own = sorted(name for name in names if not name.endswith(TARGETS_TENSORS) and not name.endswith("inv_freq"))
     foreign = [f"{key}: needed {needed}, found {found}" for key, needed, found in find_foreign(content, layout)]
-    tensors = {layout.renamed.get(name, name): name for name in own}
+    renamed = RENAMED | layout.renamed
+    tensors = {renamed.get(name, name): name for name in own}
     drafter = Drafter(folder, layout.name, read_settings(content, layout), foreign, tensors)
     return replace(drafter, settings=_with_taps(drafter))
 
 
 def read_fitting_drafter(folder: Path, config: Config) -> Drafter:
     """Read a drafter that must be the draft model of `config`; CheckpointError names every difference."""
+    return _need_fit(read_drafter(folder), config)
+
+
+def read_initial_drafter(folder: Path, config: Config) -> Drafter:
+    """Read a drafter to begin training from: that of `config`, or for a DFlash 2 the DFlash without its additions.
+
+    Raises:
+        CheckpointError: as `read_fitting_drafter`.
+    """
     drafter = read_drafter(folder)
-    if misfits := drafter.misfits(config):
-        raise CheckpointError(f"{folder} ({drafter.layout} layout) does not fit: {'; '.join(misfits)}")
-    return drafter
+    if config.draft.kind == "dflash2" and drafter.settings["kind"] == "dflash":
+        config = msgspec.structs.replace(config, draft=msgspec.structs.replace(config.draft, kind="dflash"))
+    return _need_fit(drafter, config)
 
 
 def load_drafter(folder: Path, config: Config) -> DraftModel:
@@ -115,7 +135,7 @@ def load_drafter(folder: Path, config: Config) -> DraftModel:
 
 
 def tensor_shapes(config: Config) -> dict[str, list[int]]:
-    """Return the shape of every tensor of a draft model: 3 and 11 per layer, 58 for five layers."""
+    """Return the shape of every tensor of a draft model: 3 and 11 per layer; of DFlash 2, 6 and 15 per layer."""
     model = DraftModel(config, torch.device("meta"))
     return {name: list(parameter.shape) for name, parameter in model.named_parameters()}
 
@@ -124,6 +144,17 @@ def differing_shapes(needed: dict[str, list[int]], found: dict[str, list[int]]) 
     """Return a line per tensor that is missing, superfluous or of another shape."""
     names = sorted(name for name in needed.keys() | found.keys() if needed.get(name) != found.get(name))
     return [f"tensor {name}: needed {needed.get(name)}, found {found.get(name)}" for name in names]
+
+
+def _need_fit(drafter: Drafter, config: Config) -> Drafter:
+    if misfits := drafter.misfits(config):
+        raise CheckpointError(f"{drafter.folder} ({drafter.layout} layout) does not fit: {'; '.join(misfits)}")
+    return drafter
+
+
+def _show(value: Any) -> Any:
+    """Return a setting as an error shows it; only is_causal may be None."""
+    return "true in sliding layers only" if value is None else value
 
 
 def _with_taps(drafter: Drafter) -> Content:

@@ -7,13 +7,15 @@ from the drafter's config.json and nothing from the target's.
 
 import contextlib
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from common.config import Config
+from common.draft_config import DraftConfig
 from common.errors import CheckpointError, ModelError
 from common.run_dir import read_object
+from services.drafter.model.convolution import NUM_TAPS
+from services.drafter.model.visibility import LayerMask
 
 LayoutName = Literal["dflash", "speculators"]
 
@@ -33,26 +35,37 @@ def _dflash_config(config: Config) -> dict[str, Any]:
     """
     draft = config.draft
     own = {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": ["DFlash2DraftModel" if draft.kind == "dflash2" else "DFlashDraftModel"],
         "block_size": draft.block_size,
         "dflash_config": {
             "block_size": draft.block_size,
             "mask_token_id": draft.mask_token_id,
             "target_layer_ids": draft.tap_layers,  # zero-based: vLLM and SGLang add 1 by themselves
+            **_additions(draft),
         },
         "num_target_layers": config.shape.num_hidden_layers,
     }
+    if draft.is_causal is not None:
+        own["is_causal"] = draft.is_causal
     return own | _decoder_config(config)
+
+
+def _additions(draft: DraftConfig) -> dict[str, int]:
+    """Return the keys of DFlash 2's convolutions and selector; engines need all of them."""
+    if draft.kind == "dflash":
+        return {}
+    keys = "conv_group_size", "selector_rank", "selector_top_k"
+    return {"conv_kernel_size": NUM_TAPS, **{key: getattr(draft, key) for key in keys}}
 
 
 def _speculators_config(config: Config) -> dict[str, Any]:
     """Return the layout of vllm-project/speculators: Qwen3's keys in `transformer_layer_config`, tap ids one higher."""
     draft, vocab_size = config.draft, config.shape.vocab_size
     return {
-        "architectures": ["DFlashSpeculator"],
-        "speculators_model_type": "dflash",
+        "architectures": ["DFlash2DraftModel" if draft.kind == "dflash2" else "DFlashSpeculator"],
+        "speculators_model_type": draft.kind,
         "speculators_config": {
-            "algorithm": "dflash",
+            "algorithm": draft.kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": draft.block_size - 1}],
             "verifier": {
@@ -66,7 +79,8 @@ def _speculators_config(config: Config) -> dict[str, Any]:
         "mask_token_id": draft.mask_token_id,
         "draft_vocab_size": vocab_size,
         "sample_from_anchor": False,
-        "sliding_window_non_causal": _is_non_causal(draft.layer_types),
+        "sliding_window_non_causal": _is_non_causal(draft),
+        **_additions(draft),
         "tie_word_embeddings": False,
     }
 
@@ -102,15 +116,15 @@ def _decoder_config(config: Config) -> dict[str, Any]:
     }
 
 
-def _is_non_causal(layer_types: Sequence[str]) -> bool:
+def _is_non_causal(draft: DraftConfig) -> bool:
     """Return the one value by which vLLM decides for every layer, full ones too, whether a block is causal."""
-    kinds = sorted(set(layer_types))
-    if len(kinds) > 1:
+    causal = {LayerMask.of(draft, kind).causal for kind in draft.layer_types}
+    if len(causal) > 1:
         raise CheckpointError(
-            f"draft.layer_types: needed one kind for the speculators layout, found {' and '.join(kinds)}; "
-            "z-lab's layout (--format dflash) holds both"
+            "draft.layer_types: needed layers that are all causal or all not for the speculators layout, found "
+            f"{' and '.join(sorted(set(draft.layer_types)))}; z-lab's layout (--format dflash) holds both"
         )
-    return kinds != ["sliding_attention"]
+    return causal == {False}
 
 
 def target_name(config: Config) -> str:

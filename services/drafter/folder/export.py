@@ -18,7 +18,7 @@ from services.drafter.folder.durable_folder import durable_folder
 from services.drafter.folder.engine_config import LayoutName, engine_config
 
 WEIGHTS, CARD = "model.safetensors", "README.md"
-_ARCHITECTURES = (["DFlashDraftModel"], ["DFlashSpeculator"])
+_ARCHITECTURES = (["DFlashDraftModel"], ["DFlash2DraftModel"], ["DFlashSpeculator"])
 
 
 def export(

@@ -1,10 +1,11 @@
 """The layouts of drafter folders, one table each: the keys of every setting and the names of the tensors.
 
-dflash        z-lab, SpecForge and this project: Qwen3's keys at the top, the drafter's own in `dflash_config`
+dflash        z-lab, SpecForge, NeMo Automodel and this project: Qwen3's keys at the top, the drafter's own in `dflash_config`
 speculators   vllm-project/speculators: Qwen3's keys in `transformer_layer_config`, tap ids one higher
 torchspec     lightseekorg/TorchSpec: the keys of dflash or flat ones, three tensors under other names
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 Content = dict[str, Any]  # of a config.json
@@ -24,13 +25,17 @@ _DECODER = {
     "rms_norm_eps": ("rms_norm_eps",),
     "rope_theta": ("rope_parameters.rope_theta", "rope_theta", "rope_scaling.rope_theta"),
 }
+_DFLASH2 = ("conv_group_size", "selector_rank", "selector_top_k")  # the settings that only DFlash 2 has
 _DFLASH_OWN = {
+    **{key: (f"dflash_config.{key}", key) for key in _DFLASH2},
+    "is_causal": ("is_causal", "dflash_config.causal"),
     "block_size": ("dflash_config.block_size", "block_size"),
     "mask_token_id": ("dflash_config.mask_token_id", "mask_token_id"),
     "tap_layers": ("dflash_config.target_layer_ids", "target_layer_ids"),
     "num_hidden_layers": ("num_target_layers",),
 }
 _SPECULATORS_OWN = {
+    **{key: (key,) for key in _DFLASH2},
     "block_size": ("block_size",),
     "mask_token_id": ("mask_token_id",),
     "tap_layers": ("aux_hidden_state_layer_ids",),
@@ -66,6 +71,11 @@ TORCHSPEC = Layout(
     {"context_proj.weight": "fc.weight", "context_norm.weight": "hidden_norm.weight", "final_norm.weight": "norm.weight"},
 )
 
+# Names that some files give to tensors of DFlash 2 -> ours.
+_CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
+RENAMED = {f"{name}.weight": name for name in _CODEBOOKS}
+_DFLASH2_NAMES = ("DFlash2DraftModel", "Qwen3DFlash2DraftModel", "dflash2")  # architectures, and the type of speculators
+
 # Tensors of the target that some projects save with the drafter; they are never read.
 TARGETS_TENSORS = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight")
 
@@ -92,10 +102,19 @@ FIXED: Content = {
     "projector_type": "dflash",
     "shift_label": False,
     "sample_from_anchor": False,
+    **{
+        f"{prefix}{key}": value
+        for prefix in ("dflash_config.", "")
+        for key, value in (
+            ("conv_kernel_size", 2),
+            ("output_multiplier", 1.0),
+            ("final_logit_softcapping", None),
+            ("input_embedding_scale", 1.0),
+        )
+    },
     "markov_rank": 0,
     "enable_confidence_head": False,
 }
-_CAUSAL = ("is_causal", "dflash_config.causal")  # one value for all layers; absent: sliding layers are causal, full ones not
 _NON_CAUSAL_WINDOW = "sliding_window_non_causal"
 
 
@@ -125,6 +144,11 @@ def read_settings(content: Content, layout: Layout) -> Content:
             settings.setdefault("head_dim", settings["hidden_size"] // heads)
     if num_layers is not None:
         settings.setdefault("layer_types", ["full_attention"] * num_layers)
+    if layout is SPECULATORS and content.get(_NON_CAUSAL_WINDOW):
+        settings["is_causal"] = False
+    settings["is_causal"] = uncommon_causality(settings.get("is_causal"), settings.get("layer_types", ()))
+    named = {*(content.get("architectures") or ()), content.get("speculators_model_type")}
+    settings["kind"] = "dflash2" if named & set(_DFLASH2_NAMES) or settings.keys() & set(_DFLASH2) else "dflash"
     if "sliding_attention" not in settings.get("layer_types", ()):
         settings["sliding_window"] = 0
     if "tap_layers" in settings:
@@ -137,14 +161,24 @@ def find_foreign(content: Content, layout: Layout) -> list[Foreign]:
     prefix = f"{layout.decoder}." if layout.decoder else ""
     fixed = FIXED | {prefix + path: value for path, value in FIXED_IN_DECODER.items()}
     foreign = _find_others(content, fixed)
-    for key in ("rope_theta", "block_size"):  # two keys with different values: engines differ in which of them they read
+    for key in layout.paths.keys() & {
+        "rope_theta",
+        "block_size",
+        "is_causal",
+    }:  # two keys with different values: engines differ in which of them they read
         values = _stated(content, layout.paths[key])
         foreign += [(key, "one value", values)] if len(set(values)) > 1 else []
     sliding = [kind == "sliding_attention" for kind in read_settings(content, layout).get("layer_types", ())]
     if any(sliding):
-        foreign += _find_others(content, {_NON_CAUSAL_WINDOW: False, f"{prefix}use_sliding_window": True})
-    causal = [(path, value) for path in _CAUSAL if (value := get_nested(content, path)) is not None]
-    return foreign + [(path, sliding, value) for path, value in causal if any(bool(value) != kind for kind in sliding)]
+        foreign += _find_others(content, {f"{prefix}use_sliding_window": True})
+    return foreign
+
+
+def uncommon_causality(is_causal: bool | None, layer_types: Sequence[str]) -> bool | None:
+    """Return `is_causal` of all layers, or None where it says what is common: sliding layers causal, full ones not."""
+    if is_causal is None or all(is_causal == (kind == "sliding_attention") for kind in layer_types):
+        return None
+    return bool(is_causal)
 
 
 def _stated(content: Content, paths: tuple[str, ...]) -> list[Any]:

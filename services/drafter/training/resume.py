@@ -11,7 +11,7 @@ from common.errors import CheckpointError, DamagedCheckpointError
 from common.run_dir import EXPORT
 from services.drafter.folder import checkpoint as checkpoints
 from services.drafter.folder.checkpoint import Checkpoint
-from services.drafter.folder.drafter_folder import read_fitting_drafter
+from services.drafter.folder.drafter_folder import read_initial_drafter
 from services.drafter.folder.export import export
 from services.drafter.training.optimizer import MasterAdamW
 from services.drafter.training.run_state import RunState
@@ -83,11 +83,11 @@ class Checkpointer:
         draft = self._config.draft
         if not draft.init:
             return
-        drafter, found = read_fitting_drafter(Path(draft.init), self._config), fingerprint_drafter(Path(draft.init))
+        drafter, found = read_initial_drafter(Path(draft.init), self._config), fingerprint_drafter(Path(draft.init))
         if found != draft.init_fingerprint:
             needed = draft.init_fingerprint
             raise CheckpointError(f"draft.init: {draft.init}: needed the contents {needed[:12]}, found {found[:12]}")
-        optimizer.load(drafter.weights(), optimizer.state_dict())
+        optimizer.load(optimizer.master_weights() | drafter.weights(), optimizer.state_dict())  # what it lacks stays fresh
         log.info("begins from %s (%s layout)", draft.init, drafter.layout)
 
     def is_worth_keeping(self, evaluation: Evaluation) -> bool:

@@ -117,7 +117,7 @@ def test_the_speculators_layout_states_once_whether_blocks_are_causal(tmp_path: 
 
 def test_the_speculators_layout_refuses_a_mix_of_layers(tmp_path: Path, tiny: tuple[Config, Any]) -> None:
     config, _ = tiny
-    needed = "needed one kind for the speculators layout, found full_attention and sliding_attention; z-lab's layout"
+    needed = "needed layers that are all causal or all not for the speculators layout, found full_attention and sliding_att"
     with pytest.raises(CheckpointError, match=needed):
         export(tmp_path / "out", config, DraftModel(config).state_dict(), step=1, evaluation=None, layout="speculators")
     assert not (tmp_path / "out").exists()
