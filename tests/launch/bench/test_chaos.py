@@ -63,6 +63,27 @@ def test_every_instant_of_death_changes_nothing(role: str, undisturbed: Outcome,
     assert outcome.num_rejected == 0
 
 
+DFLASH2 = [*ONE_TARGET, "draft.kind=dflash2", "draft.conv_group_size=8", "draft.selector_rank=8", "draft.selector_top_k=4"]
+
+
+def test_deaths_of_every_actor_change_nothing_of_a_dflash2(tmp_path: Path) -> None:
+    faults = {
+        "target-0": [Fault("target.mid_copy", 5)],
+        "drafter-0": [Fault("drafter.mid_collective", 5)],
+        "drafter-1": [Fault("drafter.before_step", 12)],
+        "exchange": [Fault("exchange.after_store", 24)],
+    }
+    outcomes = []
+    for name, disturbance in (("undisturbed", dict[str, list[Fault]]()), ("disturbed", faults)):
+        trial = Trial(tmp_path / name, DFLASH2, disturbance)
+        outcomes.append(trial.outcome(trial.start().wait()))
+        assert len(list(trial.run_dir.glob("fault-*.happened"))) == sum(map(len, disturbance.values()))
+        assert outcomes[-1].exit_code == 0, trial.output()
+        assert trial.inconsistent_steps() == []
+    assert outcomes[0].equals(outcomes[1])
+    assert outcomes[0].acceptance[0] < max(outcomes[0].acceptance.values())
+
+
 # One death after the other in one run, with steps between the pairs. A newcomer takes over six tensors.
 CONNECTING = {  # the newcomer, then a bystander, then the giver
     "drafter-1": [Fault("drafter.before_step", 5), Fault("drafter.before_connecting"), *[Fault("drafter.before_step", 5)] * 2],
