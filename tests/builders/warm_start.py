@@ -27,13 +27,14 @@ _STANDARD = (0, 1, 2)
 
 
 class WarmProcess:
-    """A `start_all` with the methods of `subprocess.Popen` that the tests need."""
+    """A `start_all`, or another module that starts actors, with the methods of `subprocess.Popen` that the tests need."""
 
-    def __init__(self, arguments: list[str], cwd: Path, stdout: Path, stderr: Path) -> None:
+    def __init__(self, arguments: list[str], cwd: Path, stdout: Path, stderr: Path, module: str = "launch.start_all") -> None:
         ignored = [signum for signum in signal.Signals if signal.getsignal(signum) == signal.SIG_IGN]
-        needed = arguments, cwd, stdout.absolute(), stderr.absolute(), ignored
-        self._process: ForkServerProcess = FORKS.Process(target=_run_start_all, args=needed)
+        needed = module, arguments, cwd, stdout.absolute(), stderr.absolute(), ignored
+        self._process: ForkServerProcess = FORKS.Process(target=_run_supervisor, args=needed)
         self._process.start()
+        self._module = module
         self.pid: int = self._process.pid or 0
 
     @property
@@ -47,7 +48,7 @@ class WarmProcess:
     def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)
         if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired("launch.start_all", timeout or 0.0)
+            raise subprocess.TimeoutExpired(self._module, timeout or 0.0)
         return self._process.exitcode
 
     def send_signal(self, signum: signal.Signals) -> None:
@@ -97,14 +98,16 @@ def _start_process(line: list[str], **options: Any) -> Any:
     return _ForkedActor(line, options["stdout"], options["cwd"], options["env"], options["pass_fds"])
 
 
-def _run_start_all(arguments: list[str], cwd: Path, stdout: Path, stderr: Path, ignored: list[signal.Signals]) -> NoReturn:
-    """Run as the new process: take the place of a `start_all` that was started with these output files."""
+def _run_supervisor(
+    module: str, arguments: list[str], cwd: Path, stdout: Path, stderr: Path, ignored: list[signal.Signals]
+) -> NoReturn:
+    """Run as the new process: take the place of `python -m module` that was started with these output files."""
     _redirect(*(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) for path in (stdout, stderr)))
     subprocess.Popen = _start_process  # type: ignore[misc, assignment]
     for signum in ignored:
         signal.signal(signum, signal.SIG_IGN)
-    sys.modules.pop("launch.start_all")  # or runpy warns that it is imported already
-    _run_module("launch.start_all", arguments, cwd)
+    sys.modules.pop(module, None)  # or runpy warns that it is imported already
+    _run_module(module, arguments, cwd)
 
 
 def _redirect(stdout: int, stderr: int) -> None:
