@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -60,22 +60,29 @@ class WarmProcess:
 
 
 class _ForkedActor:
-    """An actor with the methods of `subprocess.Popen` that the supervisor needs."""
+    """An actor or a `start_all` with the methods of `subprocess.Popen` that its parent needs."""
 
-    def __init__(self, line: list[str], stdout: IO[bytes], cwd: Path, env: dict[str, str], pass_fds: Collection[int]) -> None:
+    def __init__(
+        self, line: list[str], stdout: IO[bytes], cwd: Path, env: Mapping[str, str], pass_fds: Collection[int]
+    ) -> None:
         self.returncode: int | None = None
         sys.stdout.flush()  # or the child would print it again
         self.pid = os.fork()
         if self.pid == 0:
             os.setsid()
+            environment = dict(env)
             os.environ.clear()
-            os.environ.update(env)
+            os.environ.update(environment)
             _redirect(stdout.fileno(), stdout.fileno())
             _close_all_but({*_STANDARD, *pass_fds})
             _run_module(line[2], line[3:], cwd)
 
     def poll(self) -> int | None:
         return self.returncode if self.returncode is not None else self._reap(os.WNOHANG)
+
+    def send_signal(self, signum: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signum)
 
     def wait(self, timeout: float | None = None) -> int:
         assert timeout is None
@@ -91,11 +98,10 @@ class _ForkedActor:
 
 
 def _start_process(line: list[str], **options: Any) -> Any:
-    """Fork for an actor; start every other command as before."""
-    if line[1:2] != ["-m"] or not line[2].startswith("services."):
+    """Fork for an actor or a `start_all`; start every other command as before."""
+    if line[1:2] != ["-m"] or not line[2].startswith(("services.", "launch.start_all")):
         return _popen(line, **options)
-    assert options["start_new_session"]
-    return _ForkedActor(line, options["stdout"], options["cwd"], options["env"], options["pass_fds"])
+    return _ForkedActor(line, options["stdout"], options["cwd"], options.get("env", os.environ), options.get("pass_fds", ()))
 
 
 def _run_supervisor(
@@ -106,7 +112,6 @@ def _run_supervisor(
     subprocess.Popen = _start_process  # type: ignore[misc, assignment]
     for signum in ignored:
         signal.signal(signum, signal.SIG_IGN)
-    sys.modules.pop(module, None)  # or runpy warns that it is imported already
     _run_module(module, arguments, cwd)
 
 
@@ -131,6 +136,7 @@ def _run_module(module: str, arguments: list[str], cwd: Path) -> NoReturn:
             if callable(signal.getsignal(signum)):  # an exec would forget the handlers of the parent
                 signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
         logging.root.handlers.clear()
+        sys.modules.pop("launch.start_all", None)  # or runpy warns that it is imported already
         os.chdir(cwd)
         sys.argv = [module, *arguments]
         runpy.run_module(module, run_name="__main__", alter_sys=True)
