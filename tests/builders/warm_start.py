@@ -1,10 +1,11 @@
-"""Start `launch.start_all` and its actors as forks of a process that has done their imports.
+"""Start `launch.start_all`, a bench command, and their actors as forks of a process that has done their imports.
 
 Imports are most of a short run: a target needs seconds for them. Everything after the imports is real: processes, sessions,
 signals, descriptors, shared memory. The runs that other runs are compared with (`reference`, `small_reference`) start cold,
-as do the bench commands and the demo.
+as does the demo.
 
     pytest -> fork server, one for the session -> start_all -> its actors
+                                               -> bench command -> start_all -> its actors
 """
 
 import logging
