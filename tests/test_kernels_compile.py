@@ -57,7 +57,7 @@ for signature in signatures:
 """
 
 
-KERNELS = {  # names of what is compiled -> the program that compiles it
+KERNELS: dict[tuple[str, ...], str] = {  # names of what is compiled -> the program that compiles it
     ("_pack",) * 3: PACK,
     ("_cross_entropy",) * 2: CROSS_ENTROPY,
     **{(f"{name}_kernel",): ATTENTION.format(name=name) for name in ("forward", "dq", "dkdv")},
