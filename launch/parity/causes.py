@@ -132,6 +132,9 @@ def _explain_masks(where: str, needed: Tensor, found: Tensor) -> str:
 
 
 def _explain_logits(needed: Tensor, found: Tensor) -> str:
+    needed_order, order = needed.argsort(1), found.argsort(1)
+    if torch.equal(needed_order, order):
+        return "the hidden states agree, so logits are scaled or bent on one side: output_multiplier or final_logit_softcapping"
     likeness = float(torch.cosine_similarity(needed, found, dim=1).mean())
     kind = "is unlike the needed one: random, or of another model" if abs(likeness) < 0.5 else "is another"
     return f"the hidden states agree, so the head differs: it {kind} (cosine of the logits {likeness:.2f})"

@@ -18,6 +18,7 @@ from services.drafter.folder.layouts import detect, find_foreign, get_nested
 DEFAULT_THETA = 10000.0  # of transformers, where a config.json names no theta
 _OF_SPECULATORS = ("layer_types", "sliding_window")  # at the top these override the decoder's
 _NEEDED = ("block_size", "mask_token_id", "tap_layers", "num_layers", "num_attention_heads", "hidden_size", "intermediate_size")
+_SCALING = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}  # of DFlash 2, if stated
 _PREFIX = "model."
 
 
@@ -133,7 +134,8 @@ def _read_kind(written: dict[str, Any], content: dict[str, Any]) -> dict[str, An
     if own["conv_kernel_size"] != 2:
         raise ValueError(f"conv_kernel_size {own['conv_kernel_size']}")
     settings = {key: int(own[key]) for key in ("conv_group_size", "selector_rank", "selector_top_k")}
-    return {"kind": "dflash2", "is_causal": bool(_stated_causality(content)), **settings}
+    scaling = {key: float(own.get(key) or default) for key, default in _SCALING.items()}
+    return {"kind": "dflash2", "is_causal": bool(_stated_causality(content)), **settings, **scaling}
 
 
 def _read_tensors(path: Path, ours: dict[str, str]) -> dict[str, Tensor]:

@@ -100,7 +100,7 @@ def _read_block(
 
 def _read_heads(folder: Folder, target: PlainTarget, document: Document, number: int, hidden: list[Tensor]) -> Readings:
     """Read the ends of a document's blocks: one product, because the head is large, and a block has few rows [B - 1, H]."""
-    logits = torch.split(_head(folder, target, torch.cat(hidden)), folder.settings["block_size"] - 1)
+    logits = torch.split(_scale(folder, _head(folder, target, torch.cat(hidden))), folder.settings["block_size"] - 1)
     for anchor, rows, of_block in zip(document.anchors, hidden, logits, strict=True):
         where, drafts = stages.block_name(number, anchor), of_block.argmax(1)
         if folder.settings["kind"] == "dflash2":
@@ -205,12 +205,19 @@ def _feed(folder: Folder, prefix: str, rows: Tensor) -> Tensor:
 def _embed(folder: Folder, target: PlainTarget, tokens: Tensor) -> Tensor:
     """Embed with the target's weights, or with the folder's own: an engine loads whatever it finds."""
     own = folder.tensors.get("embed_tokens.weight")
-    return target.embeddings(tokens) if own is None else own[tokens]
+    embeddings = target.embeddings(tokens) if own is None else own[tokens]
+    return embeddings * folder.settings.get("input_embedding_scale", 1.0)
 
 
 def _head(folder: Folder, target: PlainTarget, hidden: Tensor) -> Tensor:
     own = folder.tensors.get("lm_head.weight")
     return target.logits(hidden) if own is None else hidden @ own.T
+
+
+def _scale(folder: Folder, logits: Tensor) -> Tensor:
+    """Multiply and then bend logits, as a drafter of DFlash 2 may ask for; those of training are as they are."""
+    logits, cap = logits * folder.settings.get("output_multiplier", 1.0), folder.settings.get("final_logit_softcapping", 0.0)
+    return cap * torch.tanh(logits / cap) if cap else logits
 
 
 def _labels(document: Document, anchor: int, block_size: int) -> Tensor:

@@ -10,9 +10,13 @@ import torch
 from torch import Tensor
 
 from launch.parity.__main__ import main
+from launch.parity.compare import compare_traces, first_difference
 from launch.parity.folder import Folder, LayerKind, Rope, read_folder
 from launch.parity.plain_dflash2 import Convolution, largest, pair_scores, select
-from launch.parity.stages import STAGES
+from launch.parity.probe import read_documents
+from launch.parity.reference import TrainedDrafter
+from launch.parity.stages import STAGES, Reading, Trace, find
+from launch.parity.ties import ROUNDING
 from services.drafter.model.convolution import convolve
 from services.drafter.model.selector import top_candidates
 from tests.builders.dflash2_folders import make_dflash2_run
@@ -157,3 +161,72 @@ def test_equal_logits_and_scores_go_to_the_lower_id() -> None:
     folder = plain_folder({**tensors, "candidate_selector.hidden_projection.weight": torch.zeros(2, 3)}, selector_top_k=3)
     assert select(folder, torch.zeros(2, 3), logits, anchor=0).drafts.tolist() == [1, 0]
     assert top_candidates(logits[:1], 3).tokens.tolist() == [[1, 3, 4]]
+
+
+def test_a_selector_that_is_not_the_unary_choice(tmp_path: Path) -> None:
+    """Check that the drafters of these tests could show a fault: convolutions and selector change something."""
+    run = make_dflash2_run(tmp_path / "run")
+    trace = TrainedDrafter.of_run(run, None, torch.device("cpu")).trace(read_documents(run / "data/eval", 4, 192))
+    pairs = zip(trace["logits"], trace["accepted tokens"], strict=True)
+    differing = [int((logits.values.argmax(1) != drafts.values[0]).sum()) for logits, drafts in pairs]
+    assert sum(differing) >= 6  # of 36 slots
+    entering, mixed = (
+        find(trace, stage, f"layer 0, attention {part}, {trace['logits'][0].where}")
+        for stage, part in (("hidden states", "input"), ("convolutions", "side 0"))
+    )
+    assert entering is not None
+    assert mixed is not None
+    assert float((entering - mixed).abs().max()) > 0.1 * float(entering.abs().max())
+
+
+def block(logits: list[list[float]], tokens: list[list[int]], scores: list[list[float]], drafts: list[int]) -> Trace:
+    return {
+        "logits": [Reading("block", torch.tensor(logits))],
+        "candidates": [Reading("tokens, block", torch.tensor(tokens))],
+        "selection": [Reading("scores, block", torch.tensor(scores))],
+        "accepted tokens": [Reading("block", torch.tensor([drafts]))],
+    }
+
+
+@pytest.mark.parametrize(("gap", "first"), [(0.5 * ROUNDING, None), (20 * ROUNDING, "candidates")])
+def test_the_last_candidate_may_be_either_of_two_near_ones(gap: float, first: str | None) -> None:
+    logits = [[4.0, 2.0, 2.0 - gap, 0.0], [0.0, 1.0, 2.0, 3.0]]
+    needed = block(logits, [[0, 1], [2, 3]], [[4.0, 2.0], [5.0, 6.0]], [0, 3])
+    found = block(logits, [[0, 2], [2, 3]], [[4.0, 7.0], [6.0, 5.0]], [2, 2])
+    verdict = first_difference(compare_traces(needed, found))
+    assert (verdict.stage if verdict else None) == first
+
+
+@pytest.mark.parametrize(("gap", "first"), [(0.5 * ROUNDING, None), (20 * ROUNDING, "selection")])
+def test_a_choice_may_be_either_of_two_near_scores(gap: float, first: str | None) -> None:
+    logits = [[4.0, 2.0], [3.0, 2.0]]
+    needed = block(logits, [[0, 1], [0, 1]], [[4.0, 4.0 - gap], [5.0, 6.0]], [0, 1])
+    found = block(logits, [[0, 1], [0, 1]], [[4.0, 4.0 - gap], [6.0, 5.0]], [1, 0])
+    verdict = first_difference(compare_traces(needed, found))
+    assert (verdict.stage if verdict else None) == first
+
+
+def test_a_tie_does_not_hide_what_was_before_it() -> None:
+    needed = block([[4.0, 2.0], [3.0, 2.0]], [[0, 1], [0, 1]], [[4.0, 2.0], [5.0, 5.0]], [0, 0])
+    found = block([[4.0, 2.0], [3.0, 2.0]], [[0, 1], [0, 1]], [[4.0, 3.0], [5.0, 5.0]], [0, 1])
+    verdict = first_difference(compare_traces(needed, found))
+    assert verdict is not None
+    assert verdict.stage == "selection"
+    assert (verdict.worst and verdict.worst.row) == 0
+
+
+def test_the_first_difference_follows_the_layers() -> None:
+    names = {"convolutions": ["layer 0, attention side 1, b", "layer 1, attention side 0, b"], "hidden states": ["layer 0, b"]}
+    needed = {stage: [Reading(name, torch.ones(1, 1)) for name in found] for stage, found in names.items()}
+    parts = {
+        "layer 1, attention side 0, b": "convolutions",
+        "layer 0, b": "hidden states",
+        "layer 0, attention side 1, b": "convolutions",
+    }
+    found = needed
+    for name, stage in parts.items():  # from the last to the first
+        broken = [reading._replace(values=torch.zeros(1, 1)) if reading.where == name else reading for reading in found[stage]]
+        found = {**found, stage: broken}
+        verdict = first_difference(compare_traces(needed, found))
+        assert verdict is not None
+        assert (verdict.stage, verdict.worst and verdict.worst.where) == (stage, name)

@@ -72,12 +72,6 @@ FAULTS: dict[str, tuple[Plant, str, str, str]] = {
         "layer 1, mlp side 0",
         "its own (base_kernel only)",
     ),
-    "taps swapped in the projection": (
-        kernels(lambda kernel: kernel.flip(1), of_base=False),
-        "convolutions",
-        "layer 1, mlp coefficients",
-        "its own (kernel_projection only)",
-    ),
     "sides swapped": (kernels(lambda kernel: kernel.flip(0)), "convolutions", "layer 1, mlp", f"{CONV}: {OTHER_SIDE}"),
     "sides and taps transposed": (
         kernels(lambda kernel: kernel.transpose(0, 1)),
@@ -146,6 +140,18 @@ FAULTS: dict[str, tuple[Plant, str, str, str]] = {
         "selection",
         "scores, document 0",
         f"a damaged file would: {SELECTOR}.predecessor_codebook",
+    ),
+    "a soft cap that training has not": (
+        config(dflash_config={"final_logit_softcapping": 30.0}),
+        "logits",
+        "document 0",
+        "scaled or bent on one side: output_multiplier or final_logit_softcapping",
+    ),
+    "scaled embeddings": (
+        config(dflash_config={"input_embedding_scale": 2.0}),
+        "embeddings",
+        "document 0",
+        "is scaled on one side only",
     ),
     "executed as plain DFlash": (
         config(architectures=["DFlashDraftModel"]),
