@@ -206,7 +206,8 @@ def _embed(folder: Folder, target: PlainTarget, tokens: Tensor) -> Tensor:
     """Embed with the target's weights, or with the folder's own: an engine loads whatever it finds."""
     own = folder.tensors.get("embed_tokens.weight")
     embeddings = target.embeddings(tokens) if own is None else own[tokens]
-    return embeddings * folder.settings.get("input_embedding_scale", 1.0)
+    scale: float = folder.settings.get("input_embedding_scale", 1.0)
+    return embeddings * scale
 
 
 def _head(folder: Folder, target: PlainTarget, hidden: Tensor) -> Tensor:

@@ -35,12 +35,11 @@ def tensor(name: str, change: Callable[[Tensor], Tensor]) -> Plant:
     return lambda folder: edit_tensor(folder, name, change)
 
 
-def kernels(change: Callable[[Tensor], Tensor], of_base: bool = True, of_projection: bool = True) -> Plant:
-    """Change both weights of one convolution, as [side, tap, channel or group, ...]."""
+def kernels(change: Callable[[Tensor], Tensor], of_projection: bool = True) -> Plant:
+    """Change both weights of one convolution, or its base alone, as [side, tap, channel or group, ...]."""
 
     def plant(folder: Path) -> None:
-        if of_base:
-            edit_tensor(folder, f"{CONV}.base_kernel", lambda base: change(base).contiguous())
+        edit_tensor(folder, f"{CONV}.base_kernel", lambda base: change(base).contiguous())
         if of_projection:
             name = f"{CONV}.kernel_projection.weight"
             edit_tensor(folder, name, lambda weight: change(weight.view(2, 2, -1, 32)).reshape(-1, 32))
@@ -78,12 +77,6 @@ FAULTS: dict[str, tuple[Plant, str, str, str]] = {
         "convolutions",
         "layer 1, mlp",
         f"{CONV}: {LAYOUT}",
-    ),
-    "the projection transposed": (
-        kernels(lambda kernel: kernel.transpose(0, 1), of_base=False),
-        "convolutions",
-        "layer 1, mlp coefficients",
-        "(kernel_projection only)",
     ),
     "groups first": (
         tensor(f"{CONV}.kernel_projection.weight", lambda w: w.view(4, 4, 32).transpose(0, 1).reshape(16, 32)),
