@@ -4,27 +4,39 @@ Each function reads the numbers themselves, so it holds for folders of any origi
 """
 
 import math
-from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from launch.parity.compare import ROUNDING, Deviation, Verdict
-from launch.parity.stages import OLDER_KEYS, Trace, find
+from launch.parity import causes_dflash2
+from launch.parity.compare import Deviation, Verdict
+from launch.parity.stages import OLDER_KEYS, Executed, get
+from launch.parity.ties import ROUNDING
 
-
-class Executed(NamedTuple):
-    """A drafter with its trace; tensors and tap layers as in launch.parity.reference."""
-
-    trace: Trace
-    tensors: Mapping[str, Tensor]
-    tap_layers: list[int]
+_OF_BOTH_KINDS = ("hidden states", "accepted tokens")  # where DFlash and DFlash 2 are first seen to part
+_PARTS = {  # a part of a layer, and the tensors that it comes from
+    "keys": ("k_proj", "k_norm"),
+    "values": ("v_proj",),
+    "attention input": ("input_layernorm",),
+    "attention coefficients": ("attention_conv",),
+    "attention side 0": ("attention_conv",),
+    "attention output": ("self_attn",),
+    "attention side 1": ("attention_conv",),
+    "mlp input": ("post_attention_layernorm",),
+    "mlp coefficients": ("mlp_conv",),
+    "mlp side 0": ("mlp_conv",),
+    "mlp output": ("mlp.",),
+    "mlp side 1": ("mlp_conv",),
+}
 
 
 def likely_cause(verdict: Verdict, needed: Executed, found: Executed) -> str:
     """Return the most frequent cause of a difference in this stage while all stages before it agree."""
     worst = verdict.worst
+    if ("convolutions" in needed.trace) != ("convolutions" in found.trace) and verdict.stage in _OF_BOTH_KINDS:
+        return causes_dflash2.explain_kind(found)
+    if worst is None and verdict.stage == "candidates":
+        return causes_dflash2.explain_count(needed, found)
     if worst is None:
         return f"the two are drafters of another shape ({verdict.note})"
     match verdict.stage:
@@ -42,16 +54,21 @@ def likely_cause(verdict: Verdict, needed: Executed, found: Executed) -> str:
             return "the embedding is not the target's, or is scaled on one side only"
         case "logits":
             return _explain_logits(*_both(worst.where, "logits", needed, found))
+        case "candidates":
+            return "the logits agree, so one side does not take the largest as candidates"
         case "accepted tokens":
-            return "the logits agree, so one side does not take the largest"
+            agreeing = "scores" if "selection" in needed.trace else "logits"
+            return f"the {agreeing} agree, so one side does not take the largest"
+        case "convolutions" if cause := causes_dflash2.explain_convolution(worst.where, needed, found):
+            return cause
+        case "selection" if cause := causes_dflash2.explain_selection(worst.where, needed, found):
+            return cause
     return _explain_weights(verdict.stage, worst.where, needed, found)
 
 
 def _both(where: str, stage: str, needed: Executed, found: Executed) -> tuple[Tensor, Tensor]:
     """Return the values of a reading that both traces have."""
-    first, second = find(needed.trace, stage, where), find(found.trace, stage, where)
-    assert first is not None and second is not None
-    return first, second
+    return get(needed.trace, stage, where), get(found.trace, stage, where)
 
 
 def _explain_tokens(worst: Deviation) -> str:
@@ -115,6 +132,9 @@ def _explain_masks(where: str, needed: Tensor, found: Tensor) -> str:
 
 
 def _explain_logits(needed: Tensor, found: Tensor) -> str:
+    needed_order, order = needed.argsort(1), found.argsort(1)
+    if torch.equal(needed_order, order):
+        return "the hidden states agree, so logits are scaled or bent on one side: output_multiplier or final_logit_softcapping"
     likeness = float(torch.cosine_similarity(needed, found, dim=1).mean())
     kind = "is unlike the needed one: random, or of another model" if abs(likeness) < 0.5 else "is another"
     return f"the hidden states agree, so the head differs: it {kind} (cosine of the logits {likeness:.2f})"
@@ -136,10 +156,13 @@ def _explain_weights(stage: str, where: str, needed: Executed, found: Executed) 
 def _belongs(name: str, stage: str, where: str) -> bool:
     if stage == "projection":
         return name in ("fc.weight", "hidden_norm.weight")
+    if stage == "selection":
+        return name.startswith("candidate_selector.")
     if where.startswith("final norm"):
         return name == "norm.weight"
     layer = where.partition("layer ")[2].partition(",")[0]
-    parts = {"keys": ("k_proj", "k_norm"), "values": ("v_proj",)}.get(where.partition(" ")[0], ("",))
+    part = where.split(", ")[1] if stage in ("convolutions", "hidden states") else where.partition(" ")[0]
+    parts = _PARTS.get(part, ("",))
     return name.startswith(f"layers.{layer}.") and any(part in name for part in parts)
 
 

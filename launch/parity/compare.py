@@ -10,9 +10,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from launch.parity.stages import STAGES, Reading, Trace, find
-
-ROUNDING = 2.0**-14  # of a row's largest magnitude; float32 rounds at 2^-24 and a forward adds up to 8 % of this bound
+from launch.parity.stages import STAGES, Reading, Trace, forward_order
+from launch.parity.ties import ROUNDING, without_tied_choices, without_ties
 
 
 class Deviation(msgspec.Struct, frozen=True):
@@ -41,13 +40,22 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 def compare_traces(needed: Trace, found: Trace) -> list[Verdict]:
     """Return a verdict for every stage that both sides computed, in the order of the forward."""
-    found = {**found, "accepted tokens": _without_ties(needed, found)}
+    if "selection" in needed and "selection" in found:
+        found = without_tied_choices(needed, found)
+    else:
+        found = {**found, "accepted tokens": without_ties(needed, found)}
     return [_compare_stage(stage, needed[stage], found[stage]) for stage in STAGES if stage in needed and stage in found]
 
 
 def first_difference(verdicts: list[Verdict]) -> Verdict | None:
     """Return the stage of the fault; later differences follow from it, or are faults of their own."""
-    return next((verdict for verdict in verdicts if not verdict.same), None)
+    differing = [verdict for verdict in verdicts if not verdict.same]
+    return min(differing, key=_order, default=None)
+
+
+def _order(verdict: Verdict) -> tuple[int, int, int]:
+    where = verdict.worst.where if verdict.worst else verdict.note  # which begins with the reading
+    return forward_order(verdict.stage, where)
 
 
 def _compare_stage(stage: str, needed: list[Reading], found: list[Reading]) -> Verdict:
@@ -96,16 +104,3 @@ def _distances(reading: Reading, other: Tensor) -> tuple[Tensor, Tensor]:
         return distance, torch.zeros_like(distance)
     scale = needed.abs().amax(1).nan_to_num() if reading.scale is None else reading.scale.double()
     return distance, (ROUNDING * scale)[:, None].expand_as(distance)
-
-
-def _without_ties(needed: Trace, found: Trace) -> list[Reading]:
-    """Return the drafts found, but the needed ones where their logits are nearer than their bounds: either is right."""
-    settled = []
-    for reading in found.get("accepted tokens", []):
-        drafts, logits = find(needed, "accepted tokens", reading.where), find(needed, "logits", reading.where)
-        if drafts is not None and logits is not None and drafts.shape == reading.values.shape:
-            gap = logits.gather(1, drafts.T) - logits.gather(1, reading.values.T)
-            tied = gap <= 2 * ROUNDING * logits.abs().amax(1, keepdim=True)
-            reading = reading._replace(values=torch.where(tied.T, drafts, reading.values))
-        settled.append(reading)
-    return settled

@@ -18,6 +18,7 @@ from services.drafter.folder.layouts import detect, find_foreign, get_nested
 DEFAULT_THETA = 10000.0  # of transformers, where a config.json names no theta
 _OF_SPECULATORS = ("layer_types", "sliding_window")  # at the top these override the decoder's
 _NEEDED = ("block_size", "mask_token_id", "tap_layers", "num_layers", "num_attention_heads", "hidden_size", "intermediate_size")
+_SCALING = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}  # of DFlash 2, if stated
 _PREFIX = "model."
 
 
@@ -64,7 +65,7 @@ def read_folder(path: Path) -> Folder:
         raise CheckpointError(f"{path}: needed a drafter with the tensor fc.weight, found none of this name")
     try:
         content = _flatten(written) if layout.name == "speculators" else written
-        settings = _read_settings(path, written)
+        settings = _read_settings(path, written, content)
         rope, older_rope = _ropes(content, settings["head_dim"])
         return Folder(
             path=path,
@@ -93,10 +94,15 @@ def layer_kind(content: dict[str, Any], layer_type: str) -> LayerKind:
     A window counts only with `use_sliding_window`, which defaults to false (Qwen3Config).
     """
     sliding = layer_type == "sliding_attention"
-    stated = (get_nested(content, path) for path in ("is_causal", "dflash_config.is_causal", "dflash_config.causal"))
-    causal = next((bool(value) for value in stated if value is not None), sliding)
+    stated = _stated_causality(content)
+    causal = sliding if stated is None else stated
     window = content.get("sliding_window") if sliding and content.get("use_sliding_window") else None
     return LayerKind(int(window or 0), causal)
+
+
+def _stated_causality(content: dict[str, Any]) -> bool | None:
+    stated = (get_nested(content, path) for path in ("is_causal", "dflash_config.is_causal", "dflash_config.causal"))
+    return next((bool(value) for value in stated if value is not None), None)
 
 
 def _flatten(written: dict[str, Any]) -> dict[str, Any]:
@@ -106,12 +112,30 @@ def _flatten(written: dict[str, Any]) -> dict[str, Any]:
     return {**written["transformer_layer_config"], **outer, "dflash_config": {"causal": causal}}
 
 
-def _read_settings(path: Path, written: dict[str, Any]) -> dict[str, Any]:
+def _read_settings(path: Path, written: dict[str, Any], content: dict[str, Any]) -> dict[str, Any]:
     """Return the settings; KeyError where one is missing that every engine needs."""
     settings = read_drafter(path).settings
     needed = {key: settings[key] for key in _NEEDED}
     needed["block_size"] = written.get("block_size") or needed["block_size"]  # engines read the key at the top first
-    return {**settings, **needed, "layer_types": settings["layer_types"] or ["full_attention"] * needed["num_layers"]}
+    needed["layer_types"] = settings["layer_types"] or ["full_attention"] * needed["num_layers"]
+    return {**settings, **needed, **_read_kind(written, content)}
+
+
+def _read_kind(written: dict[str, Any], content: dict[str, Any]) -> dict[str, Any]:
+    """Return the kind of the drafter, by the name of its model, and the settings that only DFlash 2 has.
+
+    As in vLLM all of them must be there; speculators has them at the top. `is_causal` is what a drafter of this folder was
+    trained with: what is stated, else what training takes; an engine has a rule of its own, see `layer_kind`.
+    """
+    names = [*(written.get("architectures") or []), written.get("speculators_model_type") or ""]
+    if not any("dflash2" in str(name).lower() for name in names):
+        return {"kind": "dflash", "is_causal": None}
+    own = written if "transformer_layer_config" in written else written["dflash_config"]
+    if own["conv_kernel_size"] != 2:
+        raise ValueError(f"conv_kernel_size {own['conv_kernel_size']}")
+    settings = {key: int(own[key]) for key in ("conv_group_size", "selector_rank", "selector_top_k")}
+    scaling = {key: float(own.get(key) or default) for key, default in _SCALING.items()}
+    return {"kind": "dflash2", "is_causal": bool(_stated_causality(content)), **settings, **scaling}
 
 
 def _read_tensors(path: Path, ours: dict[str, str]) -> dict[str, Tensor]:

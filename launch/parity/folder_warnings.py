@@ -29,6 +29,9 @@ def find_warnings(folder: Folder, config: Config, documents: list[Document]) -> 
         warnings.append(f"num_target_layers: needed {shape.num_hidden_layers}, as the target has, found {num_layers}")
     if not any("rope_theta" in (keys or {}) for keys in (content, content.get("rope_parameters"), content.get("rope_scaling"))):
         warnings.append(f"config.json names no rope_theta: engines take {DEFAULT_THETA:g}, the target has {shape.rope_theta:g}")
+    names = content.get("architectures") or []
+    if folder.settings["kind"] == "dflash2" and names and "DFlash2DraftModel" not in names:
+        warnings.append(f"architectures {names}: engines know DFlash 2 as DFlash2DraftModel")
     brought = [name for name in ("embed_tokens.weight", "lm_head.weight") if name in folder.tensors]
     warnings += [f"{name} is in the folder: an engine that loads it does not use the target's" for name in brought]
     return warnings + _find_untrained(folder)

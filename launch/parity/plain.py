@@ -4,7 +4,7 @@ computed once per context row. Shares no code with the drafter that trains.
 n rows of a document, a rows of context before a block, B block size, K taps, H hidden, V vocabulary, D head_dim.
 """
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -14,8 +14,9 @@ from transformers.activations import ACT2FN
 
 from launch.parity import stages
 from launch.parity.folder import Folder, LayerKind, Rope
+from launch.parity.plain_dflash2 import Convolution, select
 from launch.parity.probe import Document, candidates
-from launch.parity.stages import Angles, Reading, Readings, Trace
+from launch.parity.stages import Angles, Reading, Readings, Sublayer, Trace
 from services.target.linear_attention import choose_kernels
 
 KeysValues = tuple[Tensor, Tensor]  # [a, heads, D] each
@@ -66,15 +67,11 @@ def _readings(folder: Folder, target: PlainTarget, documents: list[Document]) ->
         angles = _angles(folder, folder.rope, torch.arange(len(context)))
         cached = [_keys_values(folder, index, context, angles) for index in range(len(folder.kinds))]
         yield from stages.document_readings(number, candidates(document.loss_mask), taps, context, angles, cached)
-        hidden: dict[str, Tensor] = {}
+        hidden: list[Tensor] = []
         for anchor in document.anchors:
-            where = stages.block_name(number, anchor)
-            hidden[where] = yield from _read_block(folder, target, document, anchor, cached, where)
-        rows = torch.cat([block[1:] for block in hidden.values()])  # one product: the head is large, and a block has few rows
-        for where, logits in zip(
-            hidden, torch.split(_head(folder, target, rows), folder.settings["block_size"] - 1), strict=True
-        ):
-            yield from stages.head_readings(where, logits, logits.argmax(1))
+            block = yield from _read_block(folder, target, document, anchor, cached, stages.block_name(number, anchor))
+            hidden.append(block[1:])
+        yield from _read_heads(folder, target, document, number, hidden)
     angles, older = (_angles(folder, rope, stages.FAR_POSITIONS) for rope in (folder.rope, folder.older_rope or folder.rope))
     yield from stages.far_readings(
         angles, older, [visible(kind, stages.FAR_ROW, folder.settings["block_size"]) for kind in folder.kinds]
@@ -85,19 +82,32 @@ def _read_block(
     folder: Folder, target: PlainTarget, document: Document, anchor: int, cached: list[KeysValues], where: str
 ) -> Generator[tuple[str, Reading], None, Tensor]:
     """Read one block and return its output [B, H]; it sees the context before the anchor's own row."""
-    size = folder.settings["block_size"]
-    tokens = torch.tensor([int(document.input_ids[anchor])] + [folder.settings["mask_token_id"]] * (size - 1))
+    settings, size = folder.settings, folder.settings["block_size"]
+    tokens = torch.tensor([int(document.input_ids[anchor])] + [settings["mask_token_id"]] * (size - 1))
     angles, rows = _angles(folder, folder.rope, torch.arange(anchor, anchor + size)), _embed(folder, target, tokens)
     yield from stages.start_readings(where, tokens, _labels(document, anchor, size), rows, angles, anchor)
     layers = []
     for index, kind in enumerate(folder.kinds):
         mask = visible(kind, anchor, size)
         context = cached[index][0][:anchor], cached[index][1][:anchor]
-        rows = _layer(folder, index, rows, angles, context, mask)
-        layers.append((mask, torch.zeros(size, dtype=torch.bool), rows))
+        sublayers, rows = _layer(folder, index, rows, angles, context, mask)
+        shown = sublayers if settings["kind"] == "dflash2" else []
+        layers.append((mask, torch.zeros(size, dtype=torch.bool), shown, rows))
     output = _norm(folder, rows, "norm")
     yield from stages.layer_readings(where, layers, output)
     return output
+
+
+def _read_heads(folder: Folder, target: PlainTarget, document: Document, number: int, hidden: list[Tensor]) -> Readings:
+    """Read the ends of a document's blocks: one product, because the head is large, and a block has few rows [B - 1, H]."""
+    logits = torch.split(_scale(folder, _head(folder, target, torch.cat(hidden))), folder.settings["block_size"] - 1)
+    for anchor, rows, of_block in zip(document.anchors, hidden, logits, strict=True):
+        where, drafts = stages.block_name(number, anchor), of_block.argmax(1)
+        if folder.settings["kind"] == "dflash2":
+            selection = select(folder, rows, of_block, int(document.input_ids[anchor]))
+            yield from stages.selection_readings(where, selection)
+            drafts = selection.drafts
+        yield from stages.head_readings(where, of_block, drafts)
 
 
 def visible(kind: LayerKind, anchor: int, block_size: int) -> Tensor:
@@ -149,31 +159,66 @@ def _keys_values(folder: Folder, index: int, rows: Tensor, angles: Angles) -> Ke
     return _rotate(folder, key, angles), _heads(folder, rows, f"{prefix}v_proj")
 
 
-def _layer(folder: Folder, index: int, rows: Tensor, angles: Angles, context: KeysValues, mask: Tensor) -> Tensor:
-    """Run block rows [B, H] through one layer."""
-    prefix, settings = f"layers.{index}.", folder.settings
-    normed = _norm(folder, rows, f"{prefix}input_layernorm")
-    query = _norm(folder, _heads(folder, normed, f"{prefix}self_attn.q_proj"), f"{prefix}self_attn.q_norm")
-    query, own = _rotate(folder, query, angles), _keys_values(folder, index, normed, angles)
+def _layer(
+    folder: Folder, index: int, rows: Tensor, angles: Angles, context: KeysValues, mask: Tensor
+) -> tuple[list[Sublayer], Tensor]:
+    """Run block rows [B, H] through one layer; return its sublayers, too."""
+    prefix = f"layers.{index}."
+    entering = _norm(folder, rows, f"{prefix}input_layernorm")
+    attention = _sublayer(
+        folder, f"{prefix}attention_conv", entering, lambda mixed: _attend(folder, index, mixed, angles, context, mask)
+    )
+    rows = rows + attention.side_1
+    entering = _norm(folder, rows, f"{prefix}post_attention_layernorm")
+    mlp = _sublayer(folder, f"{prefix}mlp_conv", entering, lambda mixed: _feed(folder, f"{prefix}mlp.", mixed))
+    return [attention, mlp], rows + mlp.side_1
+
+
+def _sublayer(folder: Folder, convolution: str, entering: Tensor, compute: Callable[[Tensor], Tensor]) -> Sublayer:
+    """Compute one sublayer, in DFlash 2 between its convolutions."""
+    if folder.settings["kind"] != "dflash2":
+        output = compute(entering)
+        return Sublayer(entering, entering[:, :0], entering, output, output)
+    kernels = Convolution.make(folder, convolution, entering)
+    before = kernels.apply(entering, side=0)
+    output = compute(before)
+    return Sublayer(entering, kernels.dynamic.flatten(1), before, output, kernels.apply(output, side=1))
+
+
+def _attend(folder: Folder, index: int, rows: Tensor, angles: Angles, context: KeysValues, mask: Tensor) -> Tensor:
+    """Return the output of attention [B, H], whose keys are the context and the block rows [B, H] themselves."""
+    prefix, settings = f"layers.{index}.self_attn.", folder.settings
+    query = _norm(folder, _heads(folder, rows, f"{prefix}q_proj"), f"{prefix}q_norm")
+    query, own = _rotate(folder, query, angles), _keys_values(folder, index, rows, angles)
     group = settings["num_attention_heads"] // settings["num_key_value_heads"]
     key, value = (torch.cat(both).repeat_interleave(group, dim=1) for both in zip(context, own, strict=True))
     scores = torch.einsum("qhd,khd->hqk", query, key) * settings["head_dim"] ** -0.5
     attended = torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, -torch.inf).softmax(-1), value).flatten(1)
-    rows = rows + _project(folder, attended, f"{prefix}self_attn.o_proj")
-    normed = _norm(folder, rows, f"{prefix}post_attention_layernorm")
-    gate: Tensor = ACT2FN[folder.activation](_project(folder, normed, f"{prefix}mlp.gate_proj"))
-    return rows + _project(folder, gate * _project(folder, normed, f"{prefix}mlp.up_proj"), f"{prefix}mlp.down_proj")
+    return _project(folder, attended, f"{prefix}o_proj")
+
+
+def _feed(folder: Folder, prefix: str, rows: Tensor) -> Tensor:
+    gate: Tensor = ACT2FN[folder.activation](_project(folder, rows, f"{prefix}gate_proj"))
+    return _project(folder, gate * _project(folder, rows, f"{prefix}up_proj"), f"{prefix}down_proj")
 
 
 def _embed(folder: Folder, target: PlainTarget, tokens: Tensor) -> Tensor:
     """Embed with the target's weights, or with the folder's own: an engine loads whatever it finds."""
     own = folder.tensors.get("embed_tokens.weight")
-    return target.embeddings(tokens) if own is None else own[tokens]
+    embeddings = target.embeddings(tokens) if own is None else own[tokens]
+    scale: float = folder.settings.get("input_embedding_scale", 1.0)
+    return embeddings * scale
 
 
 def _head(folder: Folder, target: PlainTarget, hidden: Tensor) -> Tensor:
     own = folder.tensors.get("lm_head.weight")
     return target.logits(hidden) if own is None else hidden @ own.T
+
+
+def _scale(folder: Folder, logits: Tensor) -> Tensor:
+    """Multiply and then bend logits, as a drafter of DFlash 2 may ask for; those of training are as they are."""
+    logits, cap = logits * folder.settings.get("output_multiplier", 1.0), folder.settings.get("final_logit_softcapping", 0.0)
+    return cap * torch.tanh(logits / cap) if cap else logits
 
 
 def _labels(document: Document, anchor: int, block_size: int) -> Tensor:

@@ -12,13 +12,13 @@ from common import config as configuration
 from common.config import Config
 from launch.decoding.full_target import load_full_target
 from launch.export import find_checkpoint
-from launch.parity.causes import Executed, likely_cause
+from launch.parity.causes import likely_cause
 from launch.parity.compare import compare_traces, first_difference
 from launch.parity.folder import Folder
 from launch.parity.plain import PlainTarget, run_plain
 from launch.parity.probe import Document
 from launch.parity.report import Accepted, Report, count_accepted
-from launch.parity.stages import Trace
+from launch.parity.stages import Executed, Trace
 from launch.parity.training import run_training
 from services.drafter.folder.checkpoint import draft_identity, load_weights
 from services.drafter.folder.drafter_folder import tensor_shapes

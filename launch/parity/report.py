@@ -2,8 +2,9 @@
 
 import msgspec
 
-from launch.parity.compare import ROUNDING, Verdict
-from launch.parity.stages import EXACT_STAGES, STAGES, Trace, find
+from launch.parity.compare import Verdict
+from launch.parity.stages import EXACT_STAGES, ONLY_DFLASH2, STAGES, Trace, find
+from launch.parity.ties import ROUNDING
 
 COLUMNS = "{:<16} {:>10} {:>10} {:>20} {:>11}  {}"
 
@@ -44,7 +45,7 @@ def format_report(report: Report) -> str:
     lines = [f"needed: {report.needed}", f"found:  {report.found}", ""]
     lines.append(COLUMNS.format("stage", "largest", "its bound", "differing", "of", "verdict"))
     verdicts = {verdict.stage: verdict for verdict in report.stages}
-    lines += [_format_row(stage, verdicts.get(stage)) for stage in STAGES]
+    lines += [_format_row(stage, verdicts.get(stage)) for stage in STAGES if stage in verdicts or stage not in ONLY_DFLASH2]
     accepted = report.accepted_per_block
     lines += [
         "",

@@ -18,14 +18,15 @@ from common.config import Config
 from launch.decoding.target_features import pack_features
 from launch.parity import stages
 from launch.parity.probe import Document
-from launch.parity.stages import Readings, Trace
+from launch.parity.stages import Readings, Sublayer, Trace
+from launch.parity.training_dflash2 import draft_blocks, read_sublayers
 from services.drafter.model.anchors import Blocks, all_blocks
 from services.drafter.model.attention import DenseAttention, KeysValues
 from services.drafter.model.batch import PackedBatch
 from services.drafter.model.frozen import load_embedding_and_head
-from services.drafter.model.layers import Rotation, rotation
+from services.drafter.model.layers import ConvolvedLayer, DraftLayer, Rotation, rotation
 from services.drafter.model.model import DraftModel
-from services.drafter.model.step import block_hidden, predict_blocks
+from services.drafter.model.step import block_hidden
 from services.drafter.model.visibility import BlockAnchors, key_runs
 
 CPU = torch.device("cpu")
@@ -38,6 +39,7 @@ class LayerCall(NamedTuple):
     angles: Rotation  # [Q, D] each
     context: KeysValues  # [Hkv, T, D] each
     mask: Tensor  # bool [Q, T + Q]
+    sublayers: list[Sublayer]  # of DFlash 2, for all Q block rows
     outputs: Tensor  # [Q, H]
 
 
@@ -63,11 +65,13 @@ def _readings(model: DraftModel, config: Config, documents: list[Document], devi
     blocks = _choose(offered, documents, batch.cu_seqlens)
     calls, hidden = _run_layers(model, embedding, batch, blocks, config)
     yield from _document_readings(model, batch, offered, calls)
-    drafts = predict_blocks(model, embedding, head, batch, blocks, config)
+    drafts, selections = draft_blocks(model, embedding, head, batch, blocks, config)
     rows = hidden.view(len(blocks.valid), config.draft.block_size, -1)
     for number, where in _valid_blocks(batch, blocks):
         yield from _block_readings(batch, blocks, calls, config, number, where, rows[number])
-        yield from stages.head_readings(where, rows[number, 1:] @ head.T, drafts.unary[number])
+        if selections:
+            yield from stages.selection_readings(where, selections[number])
+        yield from stages.head_readings(where, rows[number, 1:] @ head.T, drafts.tokens[number])
     angles = rotation(stages.FAR_POSITIONS, model.head_dim, model.rope_theta)
     yield from stages.far_readings(angles, angles, _far_masks(model, config.draft.block_size))
 
@@ -96,12 +100,21 @@ def _run_layers(
 ) -> tuple[list[LayerCall], Tensor]:
     """Run the forward of a step; return the calls of the layers, and the hidden states [Q, H] behind the final norm."""
     calls: list[LayerCall] = []
+    attention: list[tuple[Tensor, Tensor]] = []  # input and output of the attention of every layer
+
+    def keep_attention(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+        attention.append((inputs[4].expand(inputs[0]), output))
 
     def keep(layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-        rows, angles, context, attend, blocks, _ = inputs
-        calls.append(LayerCall(blocks.expand(rows), angles, context, attend.mask, output))
+        rows, angles, context, attend, of_blocks, _ = inputs
+        rows, sublayers = of_blocks.expand(rows), []
+        if isinstance(layer, ConvolvedLayer):
+            sublayers = read_sublayers(layer, rows, of_blocks.block_size, *attention[-1])
+        calls.append(LayerCall(rows, angles, context, attend.mask, sublayers, output))
 
-    hooks = [layer.register_forward_hook(keep) for layer in model.layers]
+    layers = [layer for layer in model.layers if isinstance(layer, DraftLayer)]
+    hooks = [layer.register_forward_hook(keep) for layer in layers]
+    hooks += [layer.self_attn.register_forward_hook(keep_attention) for layer in layers]
     hidden = block_hidden(model, embedding, batch, blocks, config)
     for hook in hooks:
         hook.remove()
@@ -130,8 +143,10 @@ def _block_readings(
     yield from stages.start_readings(where, tokens, labels, first.inputs[rows], angles, anchor - start)
     own = torch.zeros(first.mask.shape[1], dtype=torch.bool)
     own[start:anchor] = own[len(batch.input_ids) :][rows] = True
-    masks = [call.mask[rows] for call in calls]
-    layers = [(mask[:, own], (mask & ~own).any(1), call.outputs[rows]) for mask, call in zip(masks, calls, strict=True)]
+    layers = []
+    for call in calls:
+        mask, sublayers = call.mask[rows], [Sublayer(*(part[rows] for part in sublayer)) for sublayer in call.sublayers]
+        layers.append((mask[:, own], (mask & ~own).any(1), sublayers, call.outputs[rows]))
     yield from stages.layer_readings(where, layers, output)
 
 

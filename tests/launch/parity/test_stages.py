@@ -11,9 +11,10 @@ from torch import Tensor
 
 from common.errors import DataError
 from launch.parity.__main__ import main
-from launch.parity.compare import ROUNDING, compare_traces, first_difference
+from launch.parity.compare import compare_traces, first_difference
 from launch.parity.probe import candidates, make_documents, read_documents
 from launch.parity.stages import Reading
+from launch.parity.ties import ROUNDING
 from services.drafter.kernels.key_runs import KeyRuns
 from services.drafter.model import layers as layers_module
 from services.drafter.model import model as model_module
