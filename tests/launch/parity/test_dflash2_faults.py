@@ -260,7 +260,7 @@ def test_predecessors_that_were_not_chosen(
         return predict_blocks(*arguments)
 
     monkeypatch.setattr(training_dflash2, "predict_blocks", predict_with_labels)
-    monkeypatch.setattr(CandidateSelector, "walk", choose)
+    monkeypatch.setattr(CandidateSelector, "select", choose)
     stage, where, found_cause = compare(capsys, untouched)
     assert (stage, where.partition(",")[0]) == ("selection", "scores")
     assert found_cause.startswith("predecessors: ")
