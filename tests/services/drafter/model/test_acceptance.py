@@ -154,7 +154,7 @@ def count_by_hand(model: DraftModel, batch: PackedBatch, config: Config) -> tupl
 
 
 def test_unary_oracle_and_recall_equal_plain_loops() -> None:
-    config = dflash2(make_config(anchors_per_batch=64), selector_top_k=12)
+    config = dflash2(make_config(anchors_per_batch=64), selector_top_k=10)
     model, batch, weights = randomise(DraftModel(config)), make_batch(LENGTHS), frozen_weights()
     chosen, of_selector = evaluate_batch(model, *weights, batch, config)
     parts = [count_by_hand(model, document_alone(batch, document), config) for document in range(len(LENGTHS))]
