@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
@@ -55,7 +56,7 @@ def test_the_selector_has_two_curves_of_its_own() -> None:
     axes = [Figure().subplots() for _ in range(2)]
     for each, found in zip(axes, (None, selector), strict=True):
         _draw_whole(each, [msgspec.structs.replace(evaluation(step), selector=found) for step in (0, 10)])
-    plain, with_selector = ([list(line.get_ydata()) for line in each.get_lines()] for each in axes)
+    plain, with_selector = ([np.asarray(line.get_ydata()).tolist() for line in each.get_lines()] for each in axes)
     assert len(plain) == 2
     assert with_selector == [*plain, [1.5, 1.5], [2.5, 2.5]]
 
