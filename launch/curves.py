@@ -55,6 +55,12 @@ def _draw_whole(axes: Axes, evaluations: list[Evaluation]) -> None:
     axes.plot(steps, [evaluation.acceptance for evaluation in evaluations], marker=".", label="held-out")
     control = [evaluation.acceptance_other_prompt for evaluation in evaluations]
     axes.plot(steps, control, marker=".", color="gray", label="with another prompt's hidden states")
+    if selectors := [(evaluation.step, evaluation.selector) for evaluation in evaluations if evaluation.selector]:
+        of_steps = [step for step, _ in selectors]
+        axes.plot(
+            of_steps, [found.acceptance_unary for _, found in selectors], linestyle=":", label="unary: without the selector"
+        )
+        axes.plot(of_steps, [found.acceptance_oracle for _, found in selectors], linestyle=":", label="oracle: the best choice")
     axes.set(title="Acceptance length", ylabel=_PER_ROUND)
     axes.set_ylim(bottom=1)
     axes.legend()

@@ -5,7 +5,9 @@
 
 Takes `<run>/export`, or the drafter of --draft, in any layout that services/drafter/folder/layouts.py knows. Prompts are a
 typed message, files in the forms of launch/data/prompts.py (a row's `category`, else the name of the file), or held-out
-samples of the run; then the acceptance on all of them is counted first, exactly as in training and without decoding.
+samples of the run; then the acceptance on all of them is counted first, exactly as in training and without decoding. Of
+DFlash 2 this includes the acceptance without the selector (unary) and with the best choice among its candidates (oracle),
+and the share of true tokens among these (recall).
 --out writes evaluation.json.
 Exit code 0: the same tokens, or answers were sampled; 1: other tokens, ties included; 2: something is missing or unsupported.
 """
@@ -16,6 +18,7 @@ from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
+import msgspec
 import torch
 from rich import box
 from rich.console import Console
@@ -25,6 +28,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from common import config as configuration
+from common.acceptance import Evaluation
 from common.config import Config
 from common.errors import DataError
 from common.run_dir import EXPORT
@@ -75,9 +79,8 @@ def evaluate(config: Config, drafter: Path, cases: list[Case], left_out: Counter
     return make_report(setup_of(config, drafter, pair, options), turns, dict(left_out))
 
 
-def describe_held_out(config: Config, drafter: Path, device: torch.device) -> list[str]:
-    """Count the acceptance on all held-out rows of the run, without decoding; return it as text."""
-    found = count_acceptance(config, load_drafter(drafter, config), device)
+def describe_held_out(found: Evaluation) -> list[str]:
+    """Return the acceptance on all held-out rows of the run as text."""
     return [
         f"held-out acceptance length             {found.acceptance:.3f} in {found.num_rounds:,} rounds",
         f"  with another prompt's hidden states  {found.acceptance_other_prompt:.3f}",
@@ -195,9 +198,11 @@ def _evaluate(options: argparse.Namespace) -> int:
     torch.set_num_threads(options.threads)
     config, drafter = _configure(options)
     cases, unusable = choose_cases(config, options)
+    held_out = None
     if options.prompt is None and not options.prompts:
-        print("\n".join(describe_held_out(config, drafter, options.device)))
-    report = evaluate(config, drafter, cases, unusable, options)
+        held_out = count_acceptance(config, load_drafter(drafter, config), options.device)
+        print("\n".join(describe_held_out(held_out)))
+    report = msgspec.structs.replace(evaluate(config, drafter, cases, unusable, options), held_out=held_out)
     print()
     _print(report.table())
     print("\n" + "\n".join(report.lines()))

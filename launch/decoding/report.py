@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 from rich.table import Column, Table
 
-from common.acceptance import Acceptance
+from common.acceptance import Acceptance, Evaluation
 from common.run_dir import write_json
 from launch.decoding.answer import Decoding
 from launch.decoding.comparison import Turn
@@ -79,6 +79,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     categories: dict[str, Figures]
     partings: list[Parting]
     left_out: dict[str, int]  # why -> how many turns
+    held_out: Evaluation | None = None  # of all held-out rows of a run, counted without decoding
 
     def write(self, folder: Path) -> None:
         """Write `folder`/evaluation.json in one piece."""

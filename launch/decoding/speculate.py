@@ -96,12 +96,10 @@ def _add_one(answer: Answer, logits: Tensor, sampling: Sampling) -> None:
 def _round(answer: Answer, drafter: BlockDrafter, cache: TargetCache, num_slots: int, sampling: Sampling) -> Tensor:
     """Draft, verify and emit; return the taps [n, K, H] of the anchor and the emitted drafts, pending in the cache."""
     num_drafts, anchor = min(num_slots, answer.room - 1), answer.tokens[-1]
-    draft = drafter.logits(anchor)[:num_drafts]
-    uniforms = torch.from_numpy(answer.random.random(2 * num_slots + 1)).to(draft.device)
+    uniforms = torch.from_numpy(answer.random.random(2 * num_slots + 1)).to(drafter.device)
     of_drafts, of_tests, of_next = torch.split(uniforms, [num_slots, num_slots, 1])
 
-    chances = probabilities(draft, sampling)
-    drafts = draw(chances, of_drafts[:num_drafts])
+    drafts, chances = (part[:num_drafts] for part in drafter.draft(anchor, sampling, of_drafts))
     proposed = drafts.tolist()
     logits, taps = cache.extend([anchor, *proposed])
     tests = torch.cat([of_tests[:num_drafts], of_next])

@@ -65,6 +65,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     acceptance: float | None  # length, exact and greedy, on held-out samples
     best_acceptance: float | None  # the highest among the checkpoints
     best_step: int | None
+    best_unary: float | None  # its acceptance without the selector, of DFlash 2
+    best_oracle: float | None  # with the best choice among the candidates
     target_tokens_per_s: float
     drafter_tokens_per_s: float
     verdict: str | None  # drafter bound, target bound, balanced

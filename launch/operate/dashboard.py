@@ -100,7 +100,8 @@ def format_time(seconds: float | None) -> str:
 
 def _figures(status: RunStatus) -> Text:
     parts = compose(status)
-    best = "" if status.best_step is None else f" (best {status.best_acceptance:.2f} at step {status.best_step})"
+    selector = "" if status.best_unary is None else f", unary {status.best_unary:.2f}, oracle {status.best_oracle:.2f}"
+    best = "" if status.best_step is None else f" (best {status.best_acceptance:.2f} at step {status.best_step}{selector})"
     skipped = f"  skipped {status.num_skipped}" if status.num_skipped else ""
     lines = [
         f"{status.state}  up {format_time(status.uptime_s)}  {parts['left']}  {parts['restarts']}",

@@ -102,13 +102,19 @@ def summarize(run_dir: Path, num_drafters: int, *, is_done: bool) -> str:
 
 
 def describe_evaluation(evaluation: Evaluation) -> list[str]:
-    """Return a line for the positions, one per set where there are several, and one per category."""
-    positions = " ".join(f"{share:.2f}" for share in evaluation.acceptance_per_position)
-    lines = [f"  share of rounds by draft position    {positions}"]
+    """Return a line for the positions, one for a selector, one per set where there are several, and one per category."""
+    lines = [f"  share of rounds by draft position    {_join(evaluation.acceptance_per_position)}"]
+    if (selector := evaluation.selector) is not None:
+        acceptances = f"{selector.acceptance_unary:.3f}, {selector.acceptance_oracle:.3f}"
+        lines.append(f"  unary, oracle; recall by position    {acceptances}; {_join(selector.recall_per_position)}")
     rows = list(evaluation.rows())
     if len(rows) > 1:
         lines += [f"  {name:<37}{found.acceptance:.3f} in {found.num_rounds:,} rounds" for name, found in rows]
     return lines
+
+
+def _join(shares: Sequence[float]) -> str:
+    return " ".join(f"{share:.2f}" for share in shares)
 
 
 def _first_and_last(evaluations: dict[int, dict[str, Any]]) -> tuple[float | None, float | None]:

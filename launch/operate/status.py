@@ -42,6 +42,8 @@ class Gauges:
             acceptance=lead.acceptance or None,
             best_acceptance=best.acceptance if best else None,
             best_step=best.step if best else None,
+            best_unary=best.selector.acceptance_unary if best and best.selector else None,
+            best_oracle=best.selector.acceptance_oracle if best and best.selector else None,
             target_tokens_per_s=pace.tokens_per_s("target"),
             drafter_tokens_per_s=pace.tokens_per_s("drafter"),
             verdict=waiting.verdict() if waiting else None,

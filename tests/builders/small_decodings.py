@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from common.config import Config
@@ -16,10 +15,12 @@ from launch.decoding.answer import Decoding, Limits
 from launch.decoding.cases import Turns
 from launch.decoding.speculate import decode, speculate
 from launch.decoding.target_cache import TargetCache
+from services.drafter.model.acceptance import BatchRounds, evaluate_batch
 from services.drafter.model.anchors import Blocks, all_blocks
 from services.drafter.model.batch import PackedBatch
 from services.drafter.model.model import DraftModel
-from services.drafter.model.step import block_hidden
+from services.drafter.model.step import block_loss
+from tests.builders.batches import randomise
 
 PROMPTS = [[5], [9, 4], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [40, 41, 40, 41, 40]]
 RECURRENT = {
@@ -42,6 +43,7 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("bamba", MAMBA_2 | {"attn_layer_indices": [1]}),
     "falcon_h1": ("falcon_h1", MAMBA_2 | {"mamba_d_ssm": 64}),
 }
+DFLASH2 = ("draft.kind=dflash2", "draft.conv_group_size=8", "draft.selector_rank=6", "draft.selector_top_k=8")
 KINDS = [pytest.param(*target, id=name) for name, target in TARGETS.items()]
 
 
@@ -81,20 +83,28 @@ def blocks_of(batch: PackedBatch, config: Config) -> Blocks:
     return blocks
 
 
+def begin(config: Config) -> DraftModel:
+    """A draft model before training; in that of DFlash 2 convolutions and selector already do something."""
+    draft = DraftModel(config)
+    return randomise(draft) if draft.is_convolved else draft
+
+
 def overfit(config: Config, target: Any, batch: PackedBatch, num_steps: int = 80) -> DraftModel:
     """A draft model that has learnt a batch by heart, every anchor of it."""
-    draft, blocks = DraftModel(config), blocks_of(batch, config)
+    draft, blocks = begin(config), blocks_of(batch, config)
     embedding, head = target.get_input_embeddings().weight.detach(), target.get_output_embeddings().weight.detach()
-    mask, labels = torch.from_numpy(blocks.label_mask), torch.from_numpy(blocks.labels)
     optimizer = torch.optim.Adam(draft.parameters(), lr=3e-3)
     for _ in range(num_steps):
-        hidden: Any = block_hidden(draft, embedding, batch, blocks, config)
-        logits = hidden.view(len(blocks.anchors), config.draft.block_size, -1)[:, 1:][mask] @ head.T
-        loss: Any = F.cross_entropy(logits, labels[mask])
+        sums = block_loss(draft, embedding, head, batch, blocks, config)
         optimizer.zero_grad()
-        loss.backward()
+        (sums.loss / sums.weight).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     return draft
+
+
+def measure(config: Config, target: Any, draft: DraftModel, batch: PackedBatch) -> BatchRounds:
+    """The rounds of a batch, counted without decoding."""
+    return evaluate_batch(draft, target.get_input_embeddings().weight, target.get_output_embeddings().weight, batch, config)
 
 
 def once(prompt: list[int]) -> Turns:

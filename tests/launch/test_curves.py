@@ -3,12 +3,14 @@
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from common import config as configuration
-from common.acceptance import Acceptance, Evaluation, SetAcceptance
+from common.acceptance import Acceptance, Evaluation, SelectorReport, SetAcceptance
 from common.metrics import MetricsWriter
-from launch.curves import draw_curves, main, read_evaluations
+from launch.curves import _draw_whole, draw_curves, main, read_evaluations
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,6 +49,16 @@ def test_evaluations_of_all_ranks_are_drawn(run_dir: Path, capsys: pytest.Captur
     before = (run_dir / "new/curves.png").stat().st_size
     draw_curves(found[:1], run_dir / "new/curves.png", "one point")
     assert (run_dir / "new/curves.png").stat().st_size != before
+
+
+def test_the_selector_has_two_curves_of_its_own() -> None:
+    selector = SelectorReport(acceptance_unary=1.5, acceptance_oracle=2.5, recall_per_position=[0.5, 0.5])
+    axes = [Figure().subplots() for _ in range(2)]
+    for each, found in zip(axes, (None, selector), strict=True):
+        _draw_whole(each, [msgspec.structs.replace(evaluation(step), selector=found) for step in (0, 10)])
+    plain, with_selector = ([np.asarray(line.get_ydata()).tolist() for line in each.get_lines()] for each in axes)
+    assert len(plain) == 2
+    assert with_selector == [*plain, [1.5, 1.5], [2.5, 2.5]]
 
 
 def test_a_run_without_evaluations_is_an_error(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

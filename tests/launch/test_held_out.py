@@ -26,6 +26,7 @@ from tests.builders.tiny_chat_model import save_chat_model
 
 SETTINGS: tuple[str, ...] = ("plan.epochs=8", "checkpoint.every_steps=9", "checkpoint.keep=1", "evaluation.every_steps=6")
 SETTINGS += ("train.learning_rate=0.02", 'targets.devices=["cpu"]', 'drafters.devices=["cpu"]')
+DFLASH2 = ("draft.kind=dflash2", "draft.conv_group_size=8", "draft.selector_rank=8", "draft.selector_top_k=4")
 CYCLES = {"up": 1, "down": -1}
 
 
@@ -108,6 +109,44 @@ def test_evaluate_counts_what_the_last_evaluation_did(
     assert "  mixed/down  " in said
     assert evaluate.main([str(run.directory), "--draft", str(run.directory / "nowhere")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_evaluations_of_dflash2_say_what_the_selector_adds(
+    config: Path, run: LaunchedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In metrics, report, summary and `launch.evaluate`, the same on two ranks and outside of the run."""
+    settings = (*SETTINGS, "draft.dtype=bfloat16", *DFLASH2)
+    assert run.start(*settings, config=config).end() == 0, run.log_tails()
+    measured = evaluations(run)
+    for line in measured:
+        found = line["selector"]
+        assert found["acceptance_oracle"] >= max(line["acceptance"], found["acceptance_unary"])
+        assert len(found["recall_per_position"]) == 3 and min(found["recall_per_position"]) >= 0
+    assert measured[0]["selector"]["acceptance_unary"] == measured[0]["acceptance"]  # fresh, it changes nothing
+    assert any(line["selector"]["acceptance_unary"] != line["acceptance"] for line in measured)
+    last = measured[-1]
+    assert json.loads((run.directory / "report.json").read_text())["evaluation_last"] == last
+    shares = " ".join(f"{share:.2f}" for share in last["selector"]["recall_per_position"])
+    bounds = "{acceptance_unary:.3f}, {acceptance_oracle:.3f}".format(**last["selector"])
+    shown = f"  unary, oracle; recall by position    {bounds}; {shares}\n"
+    assert shown in run.stdout
+    steps = [line for line in read_metrics(run.directory, "drafter-0") if "loss" in line]
+    assert all(line["block_acceptance_oracle"] >= line["block_acceptance"] for line in steps)
+    assert any(line["selector_loss"] > 0 for line in steps)
+
+    assert evaluate.main([str(run.directory), "--max-new-tokens", "6", "--out", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert f"acceptance length             {last['acceptance']:.3f} in {last['num_rounds']:,} rounds\n" in said
+    assert shown in said
+    report = json.loads((tmp_path / "out/evaluation.json").read_text())
+    assert report["held_out"] | {"step": last["step"]} == last  # bit for bit
+
+    two = LaunchedRun(tmp_path / "two").start(*settings, 'drafters.devices=["cpu", "cpu"]', config=config)
+    try:
+        assert two.end() == 0, two.log_tails()
+    finally:
+        two.kill_what_is_left()
+    assert evaluations(two) == measured
 
 
 def test_both_forms_of_evaluation_sets_at_once_are_refused(config: Path, run: LaunchedRun) -> None:

@@ -93,6 +93,7 @@ def evaluate_batch(
         for row, predictions in zip(accepted, (tokens, unary, oracle), strict=True):
             row[blocks.anchors[blocks.valid]] = matching_prefix(predictions, blocks)[blocks.valid]
         recall[:, 1:] += np.stack([blocks.label_mask & (oracle == blocks.labels), blocks.label_mask]).sum(1)
+    accepted[2] = stop_best(accepted[2], config.draft.block_size)
     chosen, *others = (count_rounds(row, batch.loss_mask, batch.cu_seqlens, config.draft.block_size) for row in accepted)
     of_selector = np.stack([*(rounds.sum(0) for rounds in others), *recall])
     return BatchRounds(chosen, of_selector if model.candidate_selector is not None else of_selector[:0])
@@ -125,6 +126,19 @@ def matching_prefix(predictions: NDArray[np.int64], blocks: Blocks) -> NDArray[n
     matches = (predictions == blocks.labels) & blocks.label_mask
     count: NDArray[np.int64] = np.logical_and.accumulate(matches, axis=1).sum(1)
     return count
+
+
+def stop_best(accepted: NDArray[np.int64], block_size: int) -> NDArray[np.int64]:
+    """Return what to accept at every anchor, at most `accepted`, for the fewest rounds: [T].
+
+    A longer round may end at a worse anchor, so to accept all of it is not always best. Best is to stop where the round after
+    it can end last.
+    """
+    last = np.pad(np.arange(len(accepted)) + accepted, (0, block_size))  # the last row that a round at each anchor reaches
+    after = np.lib.stride_tricks.sliding_window_view(last, block_size)[1 : len(accepted) + 1]  # [T, B]
+    allowed = np.where(np.arange(block_size) <= accepted[:, None], after, -1)
+    best: NDArray[np.int64] = block_size - 1 - allowed[:, ::-1].argmax(1)  # the longest of equals
+    return best
 
 
 def count_rounds(

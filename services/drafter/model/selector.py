@@ -4,6 +4,7 @@ Shapes: R rows (slots of blocks), N blocks, S = B - 1 slots of a block, H hidden
 r rank.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -50,6 +51,13 @@ def add_scores(logits: Tensor, state: Tensor, successors: Tensor) -> Tensor:
     return logits + (state.float()[:, None] * successors.float()).sum(2)
 
 
+Choose = Callable[[int, Tensor], Tensor]  # slot index and scores [N, K] -> the chosen columns, int64 [N]
+
+
+def likeliest(_slot: int, scores: Tensor) -> Tensor:
+    return scores.argmax(1)
+
+
 class CandidateSelector(nn.Module):
     """Scores candidate c of a slot: logit[c] + <predecessor[token before] * project(hidden), successor[c]>."""
 
@@ -71,19 +79,20 @@ class CandidateSelector(nn.Module):
         state = F.embedding(previous, self.predecessor_codebook) * projected
         return add_scores(candidates.logits, state, F.embedding(candidates.tokens, self.successor_codebook))
 
-    def select(self, hidden: Tensor, candidates: Candidates, anchors: Tensor) -> Tensor:
-        """Choose greedily, slot after slot, each after the token chosen before it: int64 [N, S].
+    def select(self, hidden: Tensor, candidates: Candidates, anchors: Tensor, choose: Choose = likeliest) -> Tensor:
+        """Choose slot after slot, each after the token chosen before it: int64 [N, S].
 
         Args:
             hidden: [N, S, H], after the final norm.
             candidates: [N, S, K].
             anchors: int64 [N], the tokens before slot 1.
+            choose: see `Choose`; called once per slot.
         """
         chosen = [anchors]
         for slot in range(hidden.shape[1]):
             of_slot = Candidates(candidates.tokens[:, slot], candidates.logits[:, slot])
-            best = self(hidden[:, slot], of_slot, chosen[-1]).argmax(1, keepdim=True)
-            chosen.append(of_slot.tokens.gather(1, best)[:, 0])
+            column = choose(slot, self(hidden[:, slot], of_slot, chosen[-1]))
+            chosen.append(of_slot.tokens.gather(1, column[:, None])[:, 0])
         return torch.stack(chosen[1:], dim=1)
 
 

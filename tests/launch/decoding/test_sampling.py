@@ -15,9 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from launch.decoding.answer import Limits
+from launch.decoding.block_drafter import BlockDrafter, Drafts
 from launch.decoding.sampling import GREEDY, Sampling, accept, draw, probabilities
 from launch.decoding.speculate import decode, speculate
 from services.drafter.model.model import DraftModel
+from tests.builders.batches import randomise
+from tests.builders.small_decodings import begin
 from tests.builders.targets import make_target
 
 VOCABULARY, NUM_TOKENS, NUM_SAMPLES, NUM_DECODED = 4, 3, 4000, 200
@@ -25,6 +28,8 @@ PROMPT = [1, 3, 0]
 TINY = {"vocab_size": VOCABULARY, "initializer_range": 0.15}
 SAMPLING = Sampling(1.3, top_p=0.8)
 Accept = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[int, int]]
+Draft = Callable[[Tensor], Drafts]
+SELECTOR = ("draft.kind=dflash2", "draft.conv_group_size=8", "draft.selector_rank=6", "draft.selector_top_k=3")
 
 
 def exact_next(target: Any, text: list[int], sampling: Sampling) -> NDArray[np.float64]:
@@ -68,15 +73,17 @@ def chi_square(counts: NDArray[np.int64], joint: NDArray[np.float64]) -> tuple[f
     return float(((observed - expected) ** 2 / expected).sum()), float(limit)
 
 
-def draw_answers(random: np.random.Generator, accept_drafts: Accept) -> tuple[list[list[int]], NDArray[np.float64]]:
-    """Return answers made in rounds of two drafts from made-up distributions, and their exact probabilities [V ** m]."""
+def draw_answers(
+    random: np.random.Generator, accept_drafts: Accept, draft: Draft, num_samples: int = NUM_SAMPLES
+) -> tuple[list[list[int]], NDArray[np.float64]]:
+    """Return answers made in rounds of two drafts for a made-up target, and their exact probabilities [V ** m]."""
     p = [random.dirichlet(np.ones(VOCABULARY), (VOCABULARY,) * length) for length in range(NUM_TOKENS)]
-    q, answers = random.dirichlet(np.ones(VOCABULARY), 2), []
-    for _ in range(NUM_SAMPLES):
-        drafts = draw(torch.from_numpy(q), torch.from_numpy(random.random(2)))
+    answers = []
+    for _ in range(num_samples):
+        drafts, q = draft(torch.from_numpy(random.random(2)))
         first, second = drafts.tolist()
         target = torch.from_numpy(np.stack([p[0], p[1][first], p[2][first, second]]))
-        accepted, following = accept_drafts(target, torch.from_numpy(q), drafts, torch.from_numpy(random.random(3)))
+        accepted, following = accept_drafts(target, q, drafts, torch.from_numpy(random.random(3)))
         answer = [*drafts[:accepted].tolist(), following]
         while len(answer) < NUM_TOKENS:
             answer.append(int(random.choice(VOCABULARY, p=p[len(answer)][tuple(answer)])))
@@ -93,14 +100,67 @@ def wrong(target: Tensor, draft: Tensor, drafts: Tensor, uniforms: Tensor) -> tu
 
 @pytest.mark.parametrize("accept_drafts", [accept, wrong])
 def test_accepted_drafts_are_distributed_as_the_target(accept_drafts: Accept) -> None:
-    answers, joint = draw_answers(np.random.default_rng(3), accept_drafts)
+    q = torch.from_numpy(np.random.default_rng(4).dirichlet(np.ones(VOCABULARY), 2))
+    answers, joint = draw_answers(np.random.default_rng(3), accept_drafts, lambda uniforms: Drafts(draw(q, uniforms), q))
     statistic, limit = chi_square(count(answers), joint)
     assert statistic < limit if accept_drafts is accept else statistic > 2 * limit
 
 
-def test_answers_with_drafts_are_distributed_as_the_targets_own(tmp_path: Path) -> None:
-    config, target = make_target(tmp_path, "qwen3", "draft.mask_token_id=3", **TINY)
-    joint, draft, limits = exact_joint(target, SAMPLING), DraftModel(config), Limits(NUM_TOKENS, (), SAMPLING)
+def tiny_selector(folder: Path) -> tuple[DraftModel, BlockDrafter]:
+    """A random DFlash 2 that drafts two tokens of a vocabulary of four after PROMPT, with three candidates each."""
+    config, target = make_target(folder, "qwen3", *SELECTOR, "draft.mask_token_id=3", "draft.block_size=3", **TINY)
+    model = randomise(DraftModel(config), 0.2)
+    assert model.candidate_selector is not None
+    model.candidate_selector.successor_codebook.data *= 20.0  # so that much depends on the draft before
+    drafter = BlockDrafter(model, config.draft, target)
+    drafter.append(torch.randn(len(PROMPT), 2, 32, generator=torch.Generator().manual_seed(0)))
+    return model, drafter
+
+
+@torch.inference_mode()
+def test_a_selector_draws_each_slot_from_its_candidates_after_the_draft_before(tmp_path: Path) -> None:
+    (model, drafter), random = tiny_selector(tmp_path), np.random.default_rng(0)
+    selector, head = model.candidate_selector, drafter._head.weight
+    assert selector is not None
+    hidden = drafter.hidden(1)[1:]
+    seen: dict[tuple[int, ...], set[int]] = {}
+    for _ in range(60):
+        drafts, q = drafter.draft(1, SAMPLING, torch.from_numpy(random.random(2)))
+        previous = 1
+        for slot, token in enumerate(drafts.tolist()):
+            logits = head @ hidden[slot]
+            state = selector.predecessor_codebook[previous] * (selector.hidden_projection.weight @ hidden[slot])
+            scores = (logits + selector.successor_codebook @ state).double() / SAMPLING.temperature
+            scores[logits.argmin()] = -torch.inf  # of four tokens all but one are candidates
+            torch.testing.assert_close(q[slot], scores.softmax(0), atol=1e-6, rtol=1e-5)
+            assert q[slot].count_nonzero() == 3 and q[slot, token] > 0.0  # top_p of 0.8 leaves no candidate out
+            seen.setdefault((slot, previous), set()).add(token)
+            previous = token
+    assert seen.keys() == {(0, 1), *((1, first) for first in seen[0, 1])} and len(seen) == 4  # after each of three drafts
+    greedy, one_hot = drafter.draft(1, GREEDY, torch.from_numpy(random.random(2)))
+    assert torch.equal(one_hot.nonzero()[:, 1], greedy) and one_hot.sum() == 2.0
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("forgets", [False, True])
+def test_drafts_of_a_selector_are_accepted_as_the_target_wants(tmp_path: Path, forgets: bool) -> None:
+    """With the distribution of another draft before it, the test of the ratio would be wrong."""
+    _, drafter = tiny_selector(tmp_path)
+    other = drafter.draft(1, SAMPLING, torch.tensor([0.001, 0.5], dtype=torch.float64)).chances
+
+    def draft(uniforms: Tensor) -> Drafts:
+        found = drafter.draft(1, SAMPLING, uniforms)
+        return Drafts(found.tokens, other) if forgets else found
+
+    answers, joint = draw_answers(np.random.default_rng(5), accept, draft, 1000)
+    statistic, limit = chi_square(count(answers), joint)
+    assert statistic > limit if forgets else statistic < limit
+
+
+@pytest.mark.parametrize("settings", [(), SELECTOR])
+def test_answers_with_drafts_are_distributed_as_the_targets_own(tmp_path: Path, settings: tuple[str, ...]) -> None:
+    config, target = make_target(tmp_path, "qwen3", "draft.mask_token_id=3", *settings, **TINY)
+    joint, draft, limits = exact_joint(target, SAMPLING), begin(config), Limits(NUM_TOKENS, (), SAMPLING)
     seeds = [[11, number] for number in range(NUM_DECODED)]
     fast = [speculate(target, draft, config.draft, PROMPT, limits, seed) for seed in seeds]
     for decodings in (fast, [decode(target, PROMPT, limits, seed) for seed in seeds]):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from common.config import Config
 from common.errors import DataError
 from launch.decoding.answer import Limits
 from launch.decoding.block_drafter import BlockDrafter
@@ -17,21 +18,34 @@ from launch.decoding.cases import Case
 from launch.decoding.comparison import Comparison
 from launch.decoding.pair import Pair
 from launch.decoding.speculate import decode
-from services.drafter.model.acceptance import evaluate_batch, summarise
+from services.drafter.model.acceptance import summarise
 from services.drafter.model.model import DraftModel
 from services.drafter.model.step import block_hidden
-from tests.builders.small_decodings import KINDS, PROMPTS, blocks_of, drafted, greedy, once, overfit, pack
+from tests.builders.small_decodings import (
+    DFLASH2,
+    KINDS,
+    PROMPTS,
+    TARGETS,
+    begin,
+    blocks_of,
+    drafted,
+    greedy,
+    measure,
+    once,
+    overfit,
+    pack,
+)
 from tests.builders.targets import make_target
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
-def test_training_forward_equals_inference_step(tmp_path: Path, model_type: str) -> None:
-    config, target = make_target(tmp_path, model_type)
+@pytest.mark.parametrize(("model_type", "settings"), [("llama", ()), ("qwen3", ()), ("qwen3", DFLASH2)])
+def test_training_forward_equals_inference_step(tmp_path: Path, model_type: str, settings: tuple[str, ...]) -> None:
+    config, target = make_target(tmp_path, model_type, *settings)
     embedding: Any = target.get_input_embeddings().weight
     tokens = np.random.Generator(np.random.Philox(1)).integers(0, 60, 40).tolist()
     batch = pack(config, target, [tokens[:2], tokens[10:13], tokens[30:31]], [tokens[2:10], tokens[13:30], tokens[31:]])
-    draft, blocks = DraftModel(config), blocks_of(batch, config)
+    draft, blocks = begin(config), blocks_of(batch, config)
     trained = block_hidden(draft, embedding, batch, blocks, config)
     trained = trained.view(len(blocks.anchors), config.draft.block_size, -1)
     assert not blocks.valid.all()  # unused blocks stood beside the others
@@ -46,10 +60,10 @@ def test_training_forward_equals_inference_step(tmp_path: Path, model_type: str)
             torch.testing.assert_close(hidden, trained[block], atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
-def test_untrained_draft_gives_the_greedy_tokens(tmp_path: Path, model_type: str) -> None:
-    config, target = make_target(tmp_path, model_type)
-    draft = DraftModel(config)
+@pytest.mark.parametrize(("model_type", "settings"), [("llama", ()), ("qwen3", ()), ("qwen3", DFLASH2)])
+def test_untrained_draft_gives_the_greedy_tokens(tmp_path: Path, model_type: str, settings: tuple[str, ...]) -> None:
+    config, target = make_target(tmp_path, model_type, *settings)
+    draft = begin(config)
     for prompt in PROMPTS:
         for max_new_tokens in (1, 2, 3, 20):
             plain = greedy(target, prompt, max_new_tokens)
@@ -62,7 +76,16 @@ def test_untrained_draft_gives_the_greedy_tokens(tmp_path: Path, model_type: str
 
 @pytest.mark.parametrize(("model_type", "shape"), KINDS)
 def test_trained_draft_gives_the_greedy_tokens(tmp_path: Path, model_type: str, shape: dict[str, Any]) -> None:
-    config, target = make_target(tmp_path, model_type, **shape)
+    check_trained_draft(*make_target(tmp_path, model_type, **shape))
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_next"])
+def test_trained_selector_gives_the_greedy_tokens(tmp_path: Path, kind: str) -> None:
+    model_type, shape = TARGETS[kind]
+    check_trained_draft(*make_target(tmp_path, model_type, *DFLASH2, **shape))
+
+
+def check_trained_draft(config: Config, target: Any) -> None:
     answers = [greedy(target, prompt, 32).tokens for prompt in PROMPTS]
     draft = overfit(config, target, pack(config, target, PROMPTS[:3], answers[:3]))
     accepted = []
@@ -87,9 +110,14 @@ def test_greedy_equals_generate(tmp_path: Path) -> None:
         assert greedy(target, prompt, 20).tokens == generated[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize(("num_steps", "least", "most"), [(0, 1.0, 1.3), (15, 1.3, 2.5), (80, 2.5, 4.0)])
-def test_exact_count_equals_real_decoding(tmp_path: Path, num_steps: int, least: float, most: float) -> None:
-    config, target = make_target(tmp_path, "qwen3")
+COUNTED = [((), 0, 1.0, 1.3), ((), 15, 1.3, 2.5), ((), 80, 2.5, 4.0), (DFLASH2, 15, 1.3, 2.5), (DFLASH2, 25, 2.5, 4.0)]
+
+
+@pytest.mark.parametrize(("settings", "num_steps", "least", "most"), COUNTED)
+def test_exact_count_equals_real_decoding(
+    tmp_path: Path, settings: tuple[str, ...], num_steps: int, least: float, most: float
+) -> None:
+    config, target = make_target(tmp_path, "qwen3", *settings)
     lengths = [1, 2, 30, 23]
     answers = [greedy(target, prompt, length).tokens for prompt, length in zip(PROMPTS, lengths, strict=True)]
     batch = pack(config, target, PROMPTS, answers)
@@ -98,13 +126,13 @@ def test_exact_count_equals_real_decoding(tmp_path: Path, num_steps: int, least:
     for rounds, prompt, answer in zip(decoded, PROMPTS, answers, strict=True):
         for accepted in drafted(target, draft, config, prompt, len(answer)).accepted:
             rounds[accepted] += 1
-    model: Any = target
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    counted = evaluate_batch(draft, embedding, head, batch, config).chosen
+    counted, of_selector = measure(config, target, draft, batch)
     assert np.array_equal(counted, decoded)  # round by round, of every length
     found = summarise(counted.sum(0))
     assert found.num_tokens == sum(lengths) - len(lengths)
     assert least <= found.acceptance <= most  # so that short and long jumps were met
+    if settings:
+        assert not np.array_equal(of_selector[0], counted.sum(0))  # the likeliest tokens give other rounds
 
 
 def test_bad_lengths_are_refused(tmp_path: Path) -> None:

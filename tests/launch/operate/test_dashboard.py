@@ -20,6 +20,8 @@ STATUS = RunStatus(
     acceptance=1.5,
     best_acceptance=1.625,
     best_step=4,
+    best_unary=None,
+    best_oracle=None,
     target_tokens_per_s=5.0,
     drafter_tokens_per_s=0.0,
     verdict="drafter bound",
@@ -62,6 +64,13 @@ def test_the_tables_show_the_best_checkpoint_and_skipped_steps() -> None:
     assert "step 6/10  loss 0.2500  acceptance 1.50 (best 1.62 at step 4)  skipped 1\n" in text
     assert "ring of target-0  free ready\n" in text
     assert text.count("drafter bound (targets wait 25%, drafters 0%)") == 1
+
+
+def test_the_tables_show_what_the_selector_adds() -> None:
+    console = Console(file=io.StringIO(), width=160)
+    with console.capture() as captured:
+        console.print(render(msgspec.structs.replace(STATUS, best_unary=1.5, best_oracle=2.25)))
+    assert "acceptance 1.50 (best 1.62 at step 4, unary 1.50, oracle 2.25)" in captured.get()
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(None, "?"), (0.4, "0:00:00"), (80.0, "0:01:20"), (16550.0, "4:35:50")])

@@ -5,16 +5,20 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from common.acceptance import Acceptance, Evaluation, SetAcceptance
+from common.acceptance import Acceptance, Evaluation, SelectorReport, SetAcceptance
 from common.metrics import MetricsWriter
 from launch.operate.report import summarize
 
 
-def write_evaluation(metrics: MetricsWriter, step: int, acceptance: float, control: float = 1.0) -> None:
+def write_evaluation(
+    metrics: MetricsWriter, step: int, acceptance: float, control: float = 1.0, selector: SelectorReport | None = None
+) -> None:
     """Write what a drafter measures on one set without categories."""
     measured = Acceptance(acceptance=acceptance, acceptance_per_position=[0.9, 0.6], num_rounds=4, num_tokens=10)
     sets = {"eval": SetAcceptance(**msgspec.structs.asdict(measured), categories={})}
-    evaluation = Evaluation(**msgspec.structs.asdict(measured), step=step, acceptance_other_prompt=control, sets=sets)
+    evaluation = Evaluation(
+        **msgspec.structs.asdict(measured), step=step, acceptance_other_prompt=control, sets=sets, selector=selector
+    )
     metrics.write(**msgspec.to_builtins(evaluation))
 
 
@@ -30,6 +34,15 @@ def test_summary_of_a_run(tmp_path: Path) -> None:
         "  with another prompt's hidden states  1.250; the hidden states carry 1.250",
         "  share of rounds by draft position    0.90 0.60",
     ]
+
+
+def test_summary_says_in_one_line_what_the_selector_adds(tmp_path: Path) -> None:
+    found = SelectorReport(acceptance_unary=1.25, acceptance_oracle=3.5, recall_per_position=[0.875, 0.5])
+    write_evaluation(MetricsWriter(tmp_path, "drafter-0"), 2, 2.5, selector=found)
+    assert (
+        summarize(tmp_path, 1, is_done=True).splitlines()[-1]
+        == "  unary, oracle; recall by position    1.250, 3.500; 0.88 0.50"
+    )
 
 
 def test_summary_of_a_run_that_never_stepped(tmp_path: Path) -> None:

@@ -1,19 +1,35 @@
-"""Rounds against cases counted by hand, and the control with features of another document."""
+"""Rounds against cases counted by hand, those of DFlash 2 against plain loops, and the control with other features."""
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
+from common.config import Config
 from services.drafter.model.acceptance import (
     count_rounds,
     evaluate_batch,
     matching_prefix,
+    stop_best,
     summarise,
     with_features_of_another_document,
 )
 from services.drafter.model.anchors import all_blocks
+from services.drafter.model.batch import PackedBatch
 from services.drafter.model.model import DraftModel
-from tests.builders.batches import MASK_TOKEN, frozen_weights, make_batch, make_config
+from services.drafter.model.step import block_hidden
+from tests.builders.batches import (
+    BLOCK_SIZE,
+    MASK_TOKEN,
+    dflash2,
+    document_alone,
+    frozen_weights,
+    make_batch,
+    make_config,
+    randomise,
+)
+
+LENGTHS = [20, 9, 14, 30, 4]
 
 
 def count(accepted: list[int], loss_mask: list[int], cu_seqlens: list[int]) -> tuple[int, int]:
@@ -88,3 +104,91 @@ def test_foreign_features_are_the_next_documents_by_position() -> None:
 
 def test_foreign_features_of_a_single_document_are_zeros() -> None:
     assert not with_features_of_another_document(make_batch([4])).hidden_states.any()
+
+
+def fewest_rounds(accepted: list[int], anchor: int, end: int) -> int:
+    """The fewest rounds from an anchor to the end of its span, over all ways to stop earlier."""
+    if anchor >= end - 1:
+        return 0
+    return 1 + min(fewest_rounds(accepted, anchor + count + 1, end) for count in range(accepted[anchor] + 1))
+
+
+def test_stopping_where_the_next_round_ends_last_takes_the_fewest_rounds() -> None:
+    accepted, stopped = [2, 3, 0, 0, 0, 0], [0, 3, 0, 0, 0, 0]
+    assert stop_best(np.array(accepted), 4).tolist() == stopped
+    assert count(accepted, [1] * 6, [0, 6]) == (3, 5)  # 0 -> 3 -> 4 -> 5
+    assert count(stopped, [1] * 6, [0, 6]) == (2, 5)  # 0 -> 1 -> 5
+    random, num_better = np.random.default_rng(0), 0
+    for _ in range(200):
+        drawn = np.minimum(random.integers(0, 4, 12), np.arange(12)[::-1])
+        assert (stop_best(drawn, 4) <= drawn).all()
+        rows = drawn, stop_best(drawn, 4)
+        longest, best = (count_rounds(row, np.ones(12, np.bool_), np.array([0, 12]), 4).sum() for row in rows)
+        assert best == fewest_rounds(drawn.tolist(), 0, 12)
+        num_better += int(best < longest)
+    assert num_better > 10  # or accepting everything would do as well
+
+
+def count_by_hand(model: DraftModel, batch: PackedBatch, config: Config) -> tuple[NDArray[np.int64], int]:
+    """Return rounds of the likeliest tokens and recall [3, B], and the fewest rounds: plain loops over one document."""
+    (blocks,), (embed, head) = all_blocks(batch, config), frozen_weights()
+    hidden = block_hidden(model, embed, batch, blocks, config).detach().view(len(blocks.anchors), BLOCK_SIZE, -1)
+    end, rounds = len(batch.input_ids), np.zeros((3, BLOCK_SIZE), dtype=np.int64)
+    unary, oracle = [0] * end, [0] * end
+    for block in np.flatnonzero(blocks.valid):
+        anchor, is_likeliest, is_candidate = int(blocks.anchors[block]), True, True
+        for slot in range(1, min(BLOCK_SIZE, end - anchor)):
+            order = (head @ hidden[block, slot]).argsort(descending=True).tolist()
+            rank = order.index(int(batch.input_ids[anchor + slot]))
+            is_likeliest, is_candidate = is_likeliest and rank == 0, is_candidate and rank < config.draft.selector_top_k
+            unary[anchor] += is_likeliest
+            oracle[anchor] += is_candidate
+            rounds[1, slot] += rank < config.draft.selector_top_k
+            rounds[2, slot] += 1
+    anchor = first = int(batch.loss_mask.argmax())
+    while anchor < end - 1:
+        emitted = min(unary[anchor] + 1, end - 1 - anchor)
+        rounds[0, emitted - 1] += 1
+        anchor += emitted
+    return rounds, fewest_rounds(oracle, first, end)
+
+
+def test_unary_oracle_and_recall_equal_plain_loops() -> None:
+    config = dflash2(make_config(anchors_per_batch=64), selector_top_k=10)
+    model, batch, weights = randomise(DraftModel(config)), make_batch(LENGTHS), frozen_weights()
+    chosen, of_selector = evaluate_batch(model, *weights, batch, config)
+    parts = [count_by_hand(model, document_alone(batch, document), config) for document in range(len(LENGTHS))]
+    assert of_selector[[0, 2, 3]].tolist() == np.sum([part[0] for part in parts], axis=0).tolist()
+    assert of_selector[1].sum() == sum(part[1] for part in parts)
+    recalled, labels = of_selector[2:]
+    assert 0 < recalled.sum() < labels.sum()
+    assert labels.tolist() == [0, *(sum(max(length - 2 - slot, 0) for length in LENGTHS) for slot in (1, 2, 3))]
+    assert of_selector[1].sum() < min(of_selector[0].sum(), chosen.sum())  # in fewer rounds
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_choice_among_the_candidates_beats_the_oracle(seed: int) -> None:
+    config = dflash2(make_config(anchors_per_batch=64), selector_top_k=10)
+    batch, (embed, head) = make_batch(LENGTHS, seed=seed), frozen_weights(seed)
+    counted = evaluate_batch(randomise(DraftModel(config)), embed, head, batch, config)
+    chosen, unary, oracle = (summarise(row) for row in (counted.chosen.sum(0), *counted.of_selector[:2]))
+    assert chosen.num_tokens == unary.num_tokens == oracle.num_tokens == sum(length - 3 for length in LENGTHS)
+    assert oracle.acceptance > max(chosen.acceptance, unary.acceptance)
+
+
+def test_a_fresh_selector_accepts_what_the_likeliest_tokens_do() -> None:
+    config = dflash2(make_config(anchors_per_batch=64))
+    model = randomise(DraftModel(config))
+    assert model.candidate_selector is not None
+    model.candidate_selector.initialise()
+    counted = evaluate_batch(model, *frozen_weights(), make_batch(LENGTHS), config)
+    assert counted.of_selector[0].tolist() == counted.chosen.sum(0).tolist()
+
+
+def test_what_the_selector_adds_does_not_depend_on_the_batch() -> None:
+    config = dflash2(make_config(anchors_per_batch=64), selector_top_k=12)
+    model, batch, weights = randomise(DraftModel(config)), make_batch(LENGTHS), frozen_weights()
+    whole = evaluate_batch(model, *weights, batch, config)
+    parts = [evaluate_batch(model, *weights, document_alone(batch, index), config) for index in range(len(LENGTHS))]
+    assert np.array_equal(whole.chosen, np.concatenate([part.chosen for part in parts]))
+    assert np.array_equal(whole.of_selector, np.sum([part.of_selector for part in parts], axis=0))
