@@ -34,6 +34,12 @@ WHOLE_RUN_FILES = {"test_whole_run", "test_demo", "test_bootstrap", "test_real_m
 LONGEST_FILES = ("test_real_model", "test_chaos", "test_faults", "test_whole_run")
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Undo what a command that ran in this process set: the number of threads decides the last bits of a product."""
+    torch.set_num_threads(1)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests marked `gpu` where there is no CUDA device, mark those that start whole runs, put the longest files first."""
     items.sort(key=lambda item: LONGEST_FILES.index(item.path.stem) if item.path.stem in LONGEST_FILES else len(LONGEST_FILES))

@@ -225,7 +225,12 @@ def test_faults_in_the_convolutions_of_training(
 def test_a_fault_of_the_fused_layer_alone(
     untouched: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(layers_module, "convolve", cross_blocks)
+    def cross_after(*arguments: Any) -> Tensor:  # the sublayers' input, which attention gets, stays right
+        after = arguments[3] == 1
+        crossed: Tensor = (cross_blocks if after else convolution_module.convolve)(*arguments)
+        return crossed
+
+    monkeypatch.setattr(layers_module, "convolve", cross_after)
     stage, where, _ = compare(capsys, untouched)
     assert (stage, where.split(", ")[:2]) == ("hidden states", ["layer 0", "document 0"])  # what it really gave is read
 
