@@ -1,13 +1,12 @@
 """The drafter's step on one GPU, beside the rate of its own matrix products in the same run.
 
     python -m launch.bench drafter [--shape qwen3_6_27b] [--tokens 2048] [--anchors 512]
-        [--documents 1] [--accumulation 1] [--head exact] [--steps 20]
+        [--documents 1] [--accumulation 1] [--steps 20] [--set KEY=VALUE ...]
 
 Random weights and features. Prints a table: times, memory, utilisation, host synchronisations, packed against one by
 one, and what fetching from a slot costs.
 """
 
-import argparse
 import itertools
 import statistics
 import time
@@ -27,7 +26,7 @@ from common.ring.checksum import checksum
 from common.ring.layout import SlotLayout
 from common.ring.memory import attach, create
 from common.ring.ring import page_lock
-from launch.bench.harness.table import Rows, print_rows
+from launch.bench.harness.table import Rows, make_parser, print_rows
 from launch.bench.shapes import SHAPES, random_run
 from services.drafter.kernels.fp8_head import Fp8Head
 from services.drafter.model.anchors import choose_blocks
@@ -238,13 +237,11 @@ def measure_whole(step: Step, batch: PackedBatch, accumulation: int, num_steps: 
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m launch.bench drafter")
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3_6_27b")
+    parser = make_parser("drafter", __doc__, SHAPES, "qwen3_6_27b")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--anchors", type=int, default=512)
     parser.add_argument("--documents", type=int, default=1)
     parser.add_argument("--accumulation", type=int, default=1)
-    parser.add_argument("--head", choices=["exact", "fp8_logits", "fp8"], default="exact")
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
@@ -252,9 +249,9 @@ def main(arguments: list[str]) -> int:
         return 2
     settings = [
         f"plan.max_samples_per_batch={options.documents}",
-        f"train.head={options.head}",
         f"train.anchors_per_document={options.anchors // options.documents}",
         f"train.anchors_per_batch={options.anchors}",
+        *options.overrides,
     ]
     config = random_run(options.shape, options.tokens, settings)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {' '.join(arguments)}")
