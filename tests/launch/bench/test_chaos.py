@@ -85,14 +85,19 @@ def test_deaths_of_every_actor_change_nothing_of_a_dflash2(tmp_path: Path) -> No
     assert outcomes[0].acceptance[0] < max(outcomes[0].acceptance.values())
 
 
-# One death after the other in one run, with steps between the pairs. A newcomer takes over six tensors.
+# One death after the other in one run, with steps between the pairs. A newcomer takes over six tensors. Two deaths that fall
+# together form one group instead of two, so the last deaths of drafter-1 only form enough groups for the others' visits.
 CONNECTING = {  # the newcomer, then a bystander, then the giver
-    "drafter-1": [Fault("drafter.before_step", 5), Fault("drafter.before_connecting"), *[Fault("drafter.before_step", 5)] * 2],
+    "drafter-1": [Fault("drafter.before_step", 5), Fault("drafter.before_connecting"), *[Fault("drafter.before_step", 5)] * 4],
     "drafter-2": [Fault("drafter.before_connecting", 4)],
     "drafter-0": [Fault("drafter.before_connecting", 6)],
 }
 HANDING_OVER = {  # a bystander, then the giver (who was a newcomer before), then the newcomer
-    "drafter-1": [*(Fault("drafter.before_step", visit) for visit in (3, 8, 3)), Fault("drafter.mid_hand_over", 3)],
+    "drafter-1": [
+        *(Fault("drafter.before_step", visit) for visit in (3, 8, 3)),
+        Fault("drafter.mid_hand_over", 3),
+        *[Fault("drafter.before_step", 3)] * 2,
+    ],
     "drafter-2": [Fault("drafter.mid_hand_over", 3)],
     "drafter-0": [Fault("drafter.before_step", 8), Fault("drafter.mid_hand_over", 9)],
 }
