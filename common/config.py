@@ -184,10 +184,11 @@ class Config(Section, frozen=True, kw_only=True):
         return self.plan.batches_per_step // self.num_drafters
 
 
-def load(path: Path, overrides: list[str], stand_in: Path | None = None) -> Config:
+def load(path: Path, overrides: list[str], stand_in: Path | None = None, run_dir: Path | None = None) -> Config:
     """Read a TOML file, apply `key=value` overrides in their order, check everything, fill in the defaults.
 
-    Where the folder model.path does not exist, config.json of the folder `stand_in` is read instead, if there is one.
+    Where the folder model.path does not exist, config.json of the folder `stand_in` is read instead, if there is one. An
+    earlier start in `run_dir` has the shape of the same target.
 
     Raises:
         ConfigError: the file, a key or a combination of keys is wrong; the message names the key.
@@ -202,7 +203,7 @@ def load(path: Path, overrides: list[str], stand_in: Path | None = None) -> Conf
     folder = Path(config.model.path).expanduser()
     if stand_in is not None and not folder.exists():
         folder = stand_in
-    shape = read_target_shape(folder)
+    shape = read_target_shape(folder, _earlier_shape(run_dir))
     config = msgspec.structs.replace(config, draft=complete_draft(config.draft, shape), target_shape=shape)
     _check(config)
     if not config.model.random_init:
@@ -219,6 +220,14 @@ def read(run_dir: Path) -> Config:
     if isinstance(tree.get("data"), dict):
         tree["data"].pop("skip_damaged", None)  # a key of earlier versions; other rows would give another plan hash
     return convert(tree, Config, prefix=f"{path}: ")
+
+
+def _earlier_shape(run_dir: Path | None) -> TargetShape | None:
+    """Return the shape that an earlier start left, if it can be read: check_resume compares the rest."""
+    try:
+        return read(run_dir).target_shape if run_dir is not None and (run_dir / CONFIG).is_file() else None
+    except ConfigError:
+        return None
 
 
 def write(config: Config, run_dir: Path) -> None:

@@ -1,5 +1,9 @@
-"""The numbers of a target's architecture that drafting depends on, read from its config.json."""
+"""The numbers of a target's architecture that drafting depends on."""
 
+import hashlib
+import subprocess
+import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +12,15 @@ import msgspec
 from common.errors import ModelError
 from common.run_dir import read_object
 
+_ROOT = Path(__file__).parent.parent
+_EXIT_REFUSED = 2
+_PROGRAM = """
+import sys
+sys.modules["torch"] = None  # transformers does without: a second instead of two and a half
+from common.decoder_config import main
+main()
+"""
+
 
 class TargetShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sizes in elements."""
@@ -15,7 +28,7 @@ class TargetShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     model_type: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int  # 0 where config.json has none: every layer is made of experts
+    intermediate_size: int  # 0 where there is none: every layer is made of experts
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
@@ -24,40 +37,51 @@ class TargetShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     rope_theta: float
     max_position_embeddings: int
     tie_word_embeddings: bool
+    source: str = ""  # digest of what the shape was read from
 
 
-def read_target_shape(folder: Path) -> TargetShape:
-    """Read `folder`/config.json; multimodal wrappers keep the decoder's numbers in `text_config`.
+def read_target_shape(folder: Path, earlier: TargetShape | None = None) -> TargetShape:
+    """Return the shape of the target in `folder`, its configuration completed by transformers.
+
+    `earlier` is returned where it was made of the same bytes. A process that has not loaded torch stays without it: a
+    child process reads the configuration.
 
     Raises:
-        ModelError: no such folder, no config.json, or a key is missing.
+        ModelError: no such folder, no config.json, an architecture that cannot be drafted for, or a key is missing.
     """
-    outer, inner = read_target_config(folder)
-    try:
-        return TargetShape(
-            model_type=inner["model_type"],
-            vocab_size=inner["vocab_size"],
-            hidden_size=inner["hidden_size"],
-            intermediate_size=inner.get("intermediate_size") or 0,
-            num_hidden_layers=inner["num_hidden_layers"],
-            num_attention_heads=inner["num_attention_heads"],
-            num_key_value_heads=inner.get("num_key_value_heads") or inner["num_attention_heads"],
-            head_dim=inner.get("head_dim") or inner["hidden_size"] // inner["num_attention_heads"],
-            rms_norm_eps=inner.get("rms_norm_eps", 1e-6),
-            rope_theta=_rope_theta(inner, folder),
-            max_position_embeddings=inner["max_position_embeddings"],
-            tie_word_embeddings=outer.get("tie_word_embeddings", inner.get("tie_word_embeddings", False)),
-        )
-    except KeyError as error:
-        raise _missing(folder, error) from error
+    read_target_config(folder)
+    source = _source(folder)
+    if earlier is not None and earlier.source == source:
+        return earlier
+    if "torch" in sys.modules:
+        from common.decoder_config import derive_shape  # which loads transformers
+
+        shape = derive_shape(folder)
+    else:
+        shape = _ask_child(folder)
+    return msgspec.structs.replace(shape, source=source)
+
+
+def _source(folder: Path) -> str:
+    """Return a digest of all that decides a shape: config.json, and the classes of transformers."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    digest.update(version("transformers").encode())
+    return digest.hexdigest()
+
+
+def _ask_child(folder: Path) -> TargetShape:
+    line = [sys.executable, "-c", _PROGRAM, str(folder.absolute())]
+    asked = subprocess.run(line, cwd=_ROOT, capture_output=True, text=True, check=False)
+    if asked.returncode != 0:
+        answer = asked.stdout if asked.returncode == _EXIT_REFUSED else asked.stderr
+        raise ModelError((answer.strip().splitlines() or [f"{folder}: its configuration cannot be read"])[-1])
+    return msgspec.json.decode(asked.stdout, type=TargetShape)
 
 
 def read_vocab_size(folder: Path) -> int:
-    """Read only the number of token ids from `folder`/config.json; ModelError as `read_target_shape`."""
-    try:
-        return int(read_target_config(folder)[1]["vocab_size"])
-    except KeyError as error:
-        raise _missing(folder, error) from error
+    """Return only the number of token ids, without transformers where config.json states it; errors as `read_target_shape`."""
+    stated = read_target_config(folder)[1].get("vocab_size")
+    return stated if isinstance(stated, int) else read_target_shape(folder).vocab_size
 
 
 def read_target_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -74,21 +98,6 @@ def read_target_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if not isinstance(inner, dict):
         raise ModelError(f"{path}: text_config: needed an object, found {type(inner).__name__}")
     return outer, inner
-
-
-def _missing(folder: Path, error: KeyError) -> ModelError:
-    return ModelError(f"{folder / 'config.json'}: needed the key {error}, found none")
-
-
-def _rope_theta(inner: dict[str, Any], folder: Path) -> float:
-    """Transformers 5 moved rope_theta into rope_parameters, by layer type if layers differ; older folders have it outside."""
-    nested = inner.get("rope_parameters") or {}
-    nested = nested.get("full_attention") or nested  # the draft model rotates as these layers
-    theta = nested.get("rope_theta", inner.get("rope_theta"))
-    if theta is None:
-        needed = "rope_theta, at the top or in rope_parameters (there of the full-attention layers)"
-        raise ModelError(f"{folder / 'config.json'}: needed {needed}, found neither")
-    return float(theta)
 
 
 def default_tap_layers(num_hidden_layers: int, num_taps: int) -> list[int]:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,12 @@ from safetensors import SafetensorError, safe_open
 
 from common.errors import ModelError
 
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # below the prefix of any wrapper
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # the names under which random ones are made
+# Below the prefix of any wrapper, in the files of every family.
+_EMBEDDINGS = (EMBEDDING, "embed_in.weight", "word_embeddings.weight", "wte.weight", "embeddings.weight", "embed.weight")
+_HEADS = (HEAD, "embed_out.weight", "head.weight")
+_LAYER_LISTS = ("layers", "h", "blocks")
+_IN_LAYER = re.compile(rf"(?:{'|'.join(_LAYER_LISTS)})\.(\d+)\.")
 _PLAIN_TYPES = ("F64", "F32", "F16", "BF16")  # in a file; integers and float8 need scales
 _CHUNK_ELEMENTS = 1 << 24
 _MASK_32 = 0xFFFFFFFF
@@ -34,7 +40,7 @@ def read_tensors(folder: Path, names: Iterable[str], device: torch.device, dtype
 
 
 def find_embedding(folder: Path) -> str:
-    """Return the full name of the decoder's embedding; the part before "embed_tokens.weight" is the decoder's prefix.
+    """Return the full name of the decoder's embedding.
 
     Extra prediction layers may carry an embedding of their own, nested less than the decoder's, so the embedding with the
     most layers beside it is the decoder's.
@@ -43,10 +49,15 @@ def find_embedding(folder: Path) -> str:
         ModelError: no weights, or no embedding.
     """
     names = locate_tensors(folder)
-    found = [name for name in names if f".{name}".endswith(f".{EMBEDDING}")]
+    found = [(name, prefix) for name in names if (prefix := _prefix(name, _EMBEDDINGS)) is not None]
     if not found:
         raise ModelError(f"{folder}: needed a tensor named {EMBEDDING}, found none")
-    return min(found, key=lambda name: (-_num_layers(names, name.removesuffix(EMBEDDING)), name.count("."), name))
+    return min(found, key=lambda each: (-_num_layers(names, each[1]), each[0].count("."), each[0]))[0]
+
+
+def find_decoder(folder: Path) -> str:
+    """Return the prefix of the decoder's tensors, with its dot; errors as `find_embedding`."""
+    return _prefix(find_embedding(folder), _EMBEDDINGS) or ""
 
 
 def find_head(folder: Path) -> str:
@@ -55,11 +66,23 @@ def find_head(folder: Path) -> str:
     Raises:
         ModelError: no weights, no embedding, or no head.
     """
-    names, decoder = locate_tensors(folder), find_embedding(folder).removesuffix(EMBEDDING)
-    found = [name for name in names if f".{name}".endswith(f".{HEAD}") and decoder.startswith(name.removesuffix(HEAD))]
+    names, decoder = locate_tensors(folder), find_decoder(folder)
+    heads = [(name, prefix) for name in names if (prefix := _prefix(name, _HEADS)) is not None]
+    found = [name for name, prefix in heads if decoder.startswith(prefix)]
     if not found:
         raise ModelError(f"{folder}: needed a tensor named {HEAD}, found none")
     return max(found, key=len)
+
+
+def _prefix(name: str, suffixes: Iterable[str]) -> str | None:
+    """Return the part of a name before one of the suffixes, which are whole names of modules; None without one."""
+    return next((name.removesuffix(suffix) for suffix in suffixes if f".{name}".endswith(f".{suffix}")), None)
+
+
+def is_loaded(name: str, num_layers: int) -> bool:
+    """Return whether a tensor, named below the decoder's prefix, is its embedding or in one of its first layers."""
+    layer = _IN_LAYER.match(name)
+    return int(layer[1]) < num_layers if layer else f"{name.rpartition('.')[0]}.weight" in _EMBEDDINGS
 
 
 def find_quantized(files: Mapping[str, Path]) -> list[str]:
@@ -75,8 +98,8 @@ def find_quantized(files: Mapping[str, Path]) -> list[str]:
 
 
 def _num_layers(names: Iterable[str], prefix: str) -> int:
-    start = f"{prefix}layers."
-    return len({name.removeprefix(start).partition(".")[0] for name in names if name.startswith(start)})
+    starts = [f"{prefix}{name}." for name in _LAYER_LISTS]
+    return max(len({name[len(start) :].partition(".")[0] for name in names if name.startswith(start)}) for start in starts)
 
 
 def locate_tensors(folder: Path) -> dict[str, Path]:

@@ -94,7 +94,7 @@ def _load(options: argparse.Namespace) -> tuple[Config, Path]:
     """Read the configuration and name the run directory."""
     path: Path = options.config
     stand_in = path.with_name(f"{path.stem.removesuffix('_dflash2')}_target") if options.dry_run else None
-    config = configuration.load(path, options.overrides, stand_in)
+    config = configuration.load(path, options.overrides, stand_in, options.run_dir)
     run_dir: Path = options.run_dir or Path("runs") / f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     exchange_address(run_dir)  # checks the length of the path
     return config, run_dir.absolute()

@@ -5,7 +5,6 @@ decoder has, and copies each from the mapping straight to the device. Buffers th
 computed on the device.
 """
 
-import contextlib
 import logging
 import re
 import time
@@ -13,19 +12,31 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from transformers import MODEL_MAPPING, AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from common.config import Config
+from common.decoder_config import read_text_config
 from common.errors import ModelError
 from common.target_limits import refuse_quantized
-from common.weights import EMBEDDING, fill_random, find_embedding, find_quantized, locate_tensors, read_initializer_range
+from common.target_shape import read_target_config
+from common.weights import (
+    EMBEDDING,
+    fill_random,
+    find_decoder,
+    find_quantized,
+    is_loaded,
+    locate_tensors,
+    read_initializer_range,
+)
+from services.target.architecture import attention_of, find_layers, make_cut_class
 from services.target.linear_attention import choose_kernels
 
 log = logging.getLogger(__name__)
 
 _GIB = 2**30
 _NUM_NAMED = 3  # tensors in an error
+_FINAL_NORM = "norm.weight"  # never run, and renamed by mistake in transformers' files of DeepSeek-V4
 
 
 def load_decoder(config: Config, device: torch.device) -> PreTrainedModel:
@@ -34,16 +45,16 @@ def load_decoder(config: Config, device: torch.device) -> PreTrainedModel:
     disable_progress_bar()  # type: ignore[no-untyped-call]
     began = time.monotonic()
     folder, num_layers = Path(config.model.path).expanduser(), config.draft.tap_layers[-1] + 1
-    text_config = _read_text_config(folder)
+    text_config = read_text_config(folder)
+    cut = make_cut_class(text_config, num_layers)
     what = text_config.model_type, num_layers, text_config.num_hidden_layers, time.monotonic() - began
     log.info("architecture %s, %d of %d layers, its code imported in %.1f s", *what)
-    _cut(text_config, num_layers)
     began = time.monotonic()
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     if config.model.random_init:
-        decoder = _make_random(text_config, read_initializer_range(folder), config.seed, device, dtype)
+        decoder = _make_random(cut, text_config, read_initializer_range(folder), config.seed, device, dtype)
     else:
-        decoder = _read(folder, text_config, device, dtype)
+        decoder = _read(folder, cut, text_config, device, dtype)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     num_bytes = sum(parameter.nbytes for parameter in decoder.parameters())
@@ -53,43 +64,20 @@ def load_decoder(config: Config, device: torch.device) -> PreTrainedModel:
     return decoder
 
 
-def _read_text_config(folder: Path) -> PretrainedConfig:
-    """Read the configuration of the text decoder, also from inside the wrapper of a multimodal model.
-
-    Its code is imported here, so that the log shows the time of that apart: seconds for the kernels of a hybrid model.
-    """
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"model.path: needed a model folder with config.json, found none in {folder}")
-    try:
-        text_config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config(decoder=True)
-    except (ValueError, OSError, KeyError) as error:
-        raise ModelError(f"{folder}: needed an architecture that transformers knows, found: {_first_line(error)}") from error
-    try:
-        MODEL_MAPPING[type(text_config)]
-    except KeyError as error:
-        raise ModelError(f"{text_config.model_type}: needed a decoder that transformers can make, found none") from error
-    return text_config
-
-
-def _cut(text_config: PretrainedConfig, num_layers: int) -> None:
-    text_config.num_hidden_layers = num_layers
-    if getattr(text_config, "layer_types", None):
-        with contextlib.suppress(AttributeError):  # Bamba and Falcon-H1 derive it from the number of layers
-            text_config.layer_types = text_config.layer_types[:num_layers]
-
-
-def _read(folder: Path, text_config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+def _read(
+    folder: Path, cut: type[PreTrainedModel], text_config: PretrainedConfig, device: torch.device, dtype: torch.dtype
+) -> PreTrainedModel:
     refuse_quantized(folder)
-    prefix = find_embedding(folder).removesuffix(EMBEDDING)
+    prefix = find_decoder(folder)
     try:
         decoder: PreTrainedModel
-        decoder, report = AutoModel.from_pretrained(
+        decoder, report = cut.from_pretrained(
             folder,
             config=text_config,
             dtype=dtype,
             device_map={"": device},
-            attn_implementation="sdpa",
-            key_mapping={f"^{re.escape(prefix)}": ""},
+            attn_implementation=attention_of(cut),
+            key_mapping=_unwrap(folder, prefix, cut.base_model_prefix),
             output_loading_info=True,
             local_files_only=True,
             use_safetensors=True,
@@ -98,27 +86,34 @@ def _read(folder: Path, text_config: PretrainedConfig, device: torch.device, dty
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise ModelError(f"{folder}: {text_config.model_type} cannot be loaded: {_first_line(error)}") from error
-    if report["missing_keys"]:
-        raise ModelError(f"{folder}: needed the tensors {', '.join(sorted(report['missing_keys']))}, found none of them")
-    _check_all_used(folder, report["unexpected_keys"], text_config.num_hidden_layers)
-    _check_types(folder, prefix, decoder)
+    if missing := sorted(report["missing_keys"] - {_FINAL_NORM}):
+        raise ModelError(f"{folder}: needed the tensors {', '.join(missing)}, found none of them")
+    layers = find_layers(decoder)
+    prefixes = re.compile(f"^({re.escape(prefix)}|{cut.base_model_prefix}[.])")
+    _check_all_used(folder, {prefixes.sub("", name) for name in report["unexpected_keys"]}, len(layers.layers))
+    _check_types(folder, prefix, decoder, len(layers.layers))
     return decoder
+
+
+def _unwrap(folder: Path, prefix: str, base: str) -> dict[str, str] | None:
+    """Return how names in a multimodal wrapper become those of the family's own files, which transformers may convert."""
+    outer, inner = read_target_config(folder)
+    return {f"^{re.escape(prefix)}": f"{base}."} if inner is not outer else None
 
 
 def _check_all_used(folder: Path, unexpected: set[str], num_layers: int) -> None:
     """Raise ModelError for a tensor that belongs to what was loaded but that the decoder has no room for, such as a scale."""
-    parts = ("embed_tokens.", *(f"layers.{layer}." for layer in range(num_layers)))
-    unknown = sorted(name for name in unexpected if name.startswith(parts))
+    unknown = sorted(name for name in unexpected if is_loaded(name, num_layers))
     if unknown:
         raise ModelError(f"{folder}: needed tensors that the decoder knows, found {_shorten(unknown)} (quantized weights?)")
 
 
-def _check_types(folder: Path, prefix: str, decoder: PreTrainedModel) -> None:
+def _check_types(folder: Path, prefix: str, decoder: PreTrainedModel, num_layers: int) -> None:
     """Raise ModelError for a weight that was read as a plain number but is an integer or a float8 in its file."""
-    parts = (f"{prefix}embed_tokens.", *(f"{prefix}layers.{layer}." for layer in range(len(decoder.layers))))  # type: ignore[arg-type]
-    integers = {name for name, buffer in decoder.named_buffers() if not buffer.is_floating_point()}
-    files = {name: file for name, file in locate_tensors(folder).items() if name.startswith(parts)}
-    quantized = find_quantized({name: file for name, file in files.items() if name.removeprefix(prefix) not in integers})
+    integers = {name.rpartition(".")[2] for name, tensor in decoder.state_dict().items() if not tensor.is_floating_point()}
+    own = {name: file for name, file in locate_tensors(folder).items() if name.startswith(prefix)}
+    own = {name: file for name, file in own.items() if is_loaded(name.removeprefix(prefix), num_layers)}
+    quantized = find_quantized({name: file for name, file in own.items() if name.rpartition(".")[2] not in integers})
     if quantized:
         raise ModelError(f"{folder}: needed weights of 16 bits or more, found integers or float8 in {_shorten(quantized)}")
 
@@ -129,16 +124,22 @@ def _shorten(names: list[str]) -> str:
 
 
 def _make_random(
-    text_config: PretrainedConfig, std: float, seed: int, device: torch.device, dtype: torch.dtype
+    cut: type[PreTrainedModel],
+    text_config: PretrainedConfig,
+    std: float,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> PreTrainedModel:
     """Make each parameter from the seed and its own name; the model computes buffers such as inv_freq."""
-    with device:
-        decoder: PreTrainedModel = AutoModel.from_config(  # type: ignore[no-untyped-call]
-            text_config, dtype=dtype, attn_implementation="sdpa"
-        )
+    decoder: PreTrainedModel = cut.from_pretrained(
+        None, config=text_config, state_dict={}, dtype=dtype, device_map={"": device}, attn_implementation=attention_of(cut)
+    )
+    embedding = decoder.get_input_embeddings()
     for path, module in decoder.named_modules():
         for name, parameter in module.named_parameters(path, recurse=False):
-            fill_random(parameter.data, name, type(module).__name__, std, seed)
+            own_name = EMBEDDING if module is embedding else name
+            fill_random(parameter.data, own_name, type(module).__name__, std, seed)
     return decoder
 
 

@@ -16,6 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from common.actor import faults
 from common.config import Config
 from common.errors import ModelError
+from services.target.architecture import find_layers, layer_kinds, needs_no_mask, one_stream
 from services.target.loading import load_decoder
 
 Keep = Callable[[int, torch.Tensor], None]  # index of the tap, tap [B, S, H]
@@ -23,16 +24,20 @@ Keep = Callable[[int, torch.Tensor], None]  # index of the tap, tap [B, S, H]
 _NUM_CHECKED = 64  # rows of the embedding
 _NUM_COMPILED = 16  # versions of a layer's code; torch gives up at 8
 _ATTENTION = "causal_sdpa"
-_MASKLESS = {"full_attention", "linear_attention"}
 
 log = logging.getLogger(__name__)
 
 
+class _StopForwardError(Exception):
+    pass
+
+
 class Capture:
-    """Passes on the outputs of the tapped layers, before any final norm."""
+    """Passes on the outputs of the tapped layers, and ends the forward after the last: nothing reads past it."""
 
     def __init__(self, layers: nn.ModuleList, tap_layers: Sequence[int]) -> None:
         self._keep: Keep | None = None
+        self._last = len(tap_layers) - 1
         for tap_index, layer in enumerate(tap_layers):
             layers[layer].register_forward_hook(self._make_hook(tap_index))
 
@@ -44,8 +49,10 @@ class Capture:
         def hand_on(module: nn.Module, arguments: object, output: object) -> None:
             hidden_states = output[0] if isinstance(output, tuple) else output
             assert isinstance(hidden_states, torch.Tensor) and self._keep is not None
-            self._keep(tap_index, hidden_states)
+            self._keep(tap_index, one_stream(hidden_states))
             faults.reach("target.mid_forward")
+            if tap_index == self._last:
+                raise _StopForwardError
 
         return hand_on
 
@@ -54,15 +61,12 @@ class TargetModel:
     """Hidden states of the tapped layers. Rows are right-padded; causal layers need no mask for that."""
 
     def __init__(self, decoder: PreTrainedModel, tap_layers: list[int]) -> None:
-        layers = getattr(decoder, "layers", None)
-        if not isinstance(layers, nn.ModuleList):
-            raise ModelError(f"model.path: needed a decoder with a list `layers`, found {type(decoder).__name__}")
+        self._list = find_layers(decoder)
         decoder.train(False).requires_grad_(False)
-        decoder.norm = nn.Identity()  # not needed: nothing reads past the last tapped layer
         _leave_out_masks(decoder)
         self.decoder = decoder
-        self._layers = layers
-        self._capture = Capture(layers, tap_layers)
+        self._layers = self._list.layers
+        self._capture = Capture(self._layers, tap_layers)
 
     @classmethod
     def load(cls, config: Config, device: torch.device) -> "TargetModel":
@@ -99,7 +103,8 @@ class TargetModel:
         thread never waits for the device.
         """
         self._capture.start(keep)
-        self.decoder(input_ids=input_ids, use_cache=False)
+        with suppress(_StopForwardError):
+            self.decoder(input_ids=input_ids, use_cache=False)
 
     def forward(self, input_ids: torch.Tensor) -> list[torch.Tensor]:
         """Run int64 [B, S]; returns K tensors [B, S, H] in the model's dtype, one per tap in ascending order."""
@@ -109,13 +114,13 @@ class TargetModel:
 
     def tune(self, input_ids: torch.Tensor) -> None:
         """Launch the first layers only, up to one of every kind, so that kernels tune themselves for this shape."""
-        kinds = layer_kinds(self.decoder.config)
+        kinds = layer_kinds(self.decoder.config)[: len(self._layers)]
         depth = max(kinds.index(kind) for kind in set(kinds)) + 1
-        self.decoder.layers = self._layers[:depth]
+        self._list.replace(self._layers[:depth])
         try:
             self.run(input_ids, lambda tap_index, tap: None)
         finally:
-            self.decoder.layers = self._layers
+            self._list.replace(self._layers)
 
     def compile_layers(self) -> None:
         """Compile the forward of each layer when it first runs, for all shapes at once; its hooks stay outside.
@@ -128,15 +133,6 @@ class TargetModel:
             layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
-def layer_kinds(config: PretrainedConfig) -> list[str]:
-    """Return the kind of each layer in transformers' names; older configurations have one kind for all."""
-    kinds: list[str] | None = getattr(config, "layer_types", None)
-    if kinds:
-        return kinds
-    one = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
-    return [one] * int(config.num_hidden_layers)
-
-
 def _leave_out_masks(decoder: PreTrainedModel) -> None:
     """Keep transformers from making masks, which right-padded rows do not need.
 
@@ -145,15 +141,11 @@ def _leave_out_masks(decoder: PreTrainedModel) -> None:
     sliding or chunked attention needs its masks, and so keeps that wait.
     """
     config: PretrainedConfig = decoder.config
-    if set(layer_kinds(config)) <= _MASKLESS:
+    if config._attn_implementation == "sdpa" and needs_no_mask(config):
         AttentionInterface.register(_ATTENTION, sdpa_attention_forward)
         decoder.set_attn_implementation(_ATTENTION)
     else:
         log.info("%s attends within windows: its masks are made anew in every forward", config.model_type)
-
-
-class _StopForwardError(Exception):
-    pass
 
 
 def _first_input(decoder: PreTrainedModel, layer: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:

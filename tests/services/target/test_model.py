@@ -22,7 +22,8 @@ from transformers import (
 from common import config as configuration
 from common.errors import ModelError
 from services.drafter.model.frozen import load_embedding_and_head
-from services.target.model import TargetModel, layer_kinds
+from services.target.architecture import layer_kinds
+from services.target.model import TargetModel
 from tests.builders.whole_models import CPU, KINDS, SHAPE, VOCABULARY, make_config, make_folder
 
 READ_BACK = {"_local_scalar_dense", "item", "is_nonzero", "nonzero"}  # what waits for a GPU
