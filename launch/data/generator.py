@@ -5,7 +5,16 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from common.errors import ModelError
@@ -74,7 +83,7 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype | None = N
     refuse_quantized(folder)
     disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = _auto_class(folder).from_pretrained(
             folder, dtype=dtype or "auto", device_map={"": device}, local_files_only=True, output_loading_info=True
         )
     except torch.OutOfMemoryError:
@@ -87,3 +96,10 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype | None = N
     if missing := sorted(report["missing_keys"]):  # transformers fills them with random numbers
         raise ModelError(f"{folder}: needed the tensors {', '.join(missing)}, found none of them")
     return model
+
+
+def _auto_class(folder: Path) -> Any:
+    """Return the loader of a model with a head; some multimodal wrappers are known to one of two only."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    is_wrapper = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if is_wrapper else AutoModelForCausalLM

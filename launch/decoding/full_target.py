@@ -4,13 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from common.config import Config
-from common.errors import ModelError
-from common.weights import fill_random, read_initializer_range
+from common.weights import EMBEDDING, HEAD, fill_random, read_initializer_range
 from launch.data.generator import load_model
+from services.target.architecture import find_layers
 from services.target.linear_attention import choose_kernels
 
 
@@ -31,9 +30,7 @@ def load_plain_target(config: Config, device: torch.device) -> PreTrainedModel:
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     model: Any = _make_random(config, folder, device, dtype) if config.model.random_init else load_model(folder, device)
     target: PreTrainedModel = model.to(device, dtype).eval()
-    decoder = target.get_decoder()  # type: ignore[no-untyped-call]
-    if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
-        raise ModelError(f"{folder}: needed a decoder with a list `layers`, found {type(decoder).__name__}")
+    find_layers(target.get_decoder())  # type: ignore[no-untyped-call]  # or it is refused
     return target
 
 
@@ -51,7 +48,9 @@ def _make_random(config: Config, folder: Path, device: torch.device, dtype: torc
             text_config, dtype=dtype, attn_implementation="sdpa"
         )
     std, prefix = read_initializer_range(folder), f"{model.base_model_prefix}."
+    own_names = {model.get_output_embeddings(): HEAD, model.get_input_embeddings(): EMBEDDING}
     for name, parameter in model.named_parameters():  # of a tied pair only the embedding
         module = model.get_submodule(name.rpartition(".")[0])
-        fill_random(parameter.data, name.removeprefix(prefix), type(module).__name__, std, config.seed)
+        own_name = own_names.get(module, name.removeprefix(prefix))
+        fill_random(parameter.data, own_name, type(module).__name__, std, config.seed)
     return model

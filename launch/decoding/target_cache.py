@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from common.errors import ModelError
+from services.target.architecture import find_layers, one_stream
 
 # Classes of cache layers for which tests prove in float64 that refused tokens leave nothing behind.
 _KNOWN_LAYERS = {
@@ -49,7 +50,7 @@ class TargetCache:
         self._pending: Sequence[int] = []  # run by `extend`, not yet kept
         self._before: Any = None  # recurrent targets: the cache without the pending tokens
         self._taps: list[Tensor] = []
-        layers = self._model.get_decoder().layers  # type: ignore[no-untyped-call]
+        layers = find_layers(self._model.get_decoder()).layers  # type: ignore[no-untyped-call]
         self._hooks = [layers[layer].register_forward_hook(self._tap) for layer in tap_layers]
 
     def __enter__(self) -> Self:
@@ -113,7 +114,7 @@ class TargetCache:
         return logits, taps
 
     def _tap(self, layer: nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
-        self._taps.append((output if isinstance(output, Tensor) else output[0])[0])
+        self._taps.append(one_stream(output if isinstance(output, Tensor) else output[0])[0])
 
 
 def _refuse_unknown_layers(model: PreTrainedModel, layers: Sequence[object]) -> None:

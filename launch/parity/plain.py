@@ -17,6 +17,7 @@ from launch.parity.folder import Folder, LayerKind, Rope
 from launch.parity.plain_dflash2 import Convolution, select
 from launch.parity.probe import Document, candidates
 from launch.parity.stages import Angles, Reading, Readings, Sublayer, Trace
+from services.target.architecture import find_layers, one_stream
 from services.target.linear_attention import choose_kernels
 
 KeysValues = tuple[Tensor, Tensor]  # [a, heads, D] each
@@ -34,14 +35,16 @@ class PlainTarget:
     def taps(self, document: Document, layer_ids: list[int]) -> Tensor:
         """Return the outputs of zero-based decoder layers: [n, K, H]; `hidden_states[id + 1]` of transformers."""
         last: list[Tensor] = []  # in the list of transformers the final norm comes instead
-        hook = self._decoder.layers[-1].register_forward_hook(
-            lambda *call: last.append(call[-1][0] if isinstance(call[-1], tuple) else call[-1])
+        hook = (
+            find_layers(self._decoder)
+            .layers[-1]
+            .register_forward_hook(lambda *call: last.append(call[-1][0] if isinstance(call[-1], tuple) else call[-1]))
         )
         ids = torch.from_numpy(document.input_ids)[None].to(self._device)
         states = self._decoder(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
         hook.remove()
         outputs = [*states[1:-1], last[0]]
-        return torch.stack([outputs[layer][0] for layer in layer_ids], dim=1).cpu()
+        return torch.stack([one_stream(outputs[layer])[0] for layer in layer_ids], dim=1).cpu()
 
     def embeddings(self, tokens: Tensor) -> Tensor:
         """Embed int64 [B] as [B, H]."""

@@ -1,0 +1,84 @@
+"""Every family that transformers runs: the taps are its own hidden states, whatever stands in the padding."""
+
+import gc
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from common.target_shape import TargetShape, read_target_shape
+from services.drafter.model.frozen import load_embedding_and_head
+from services.target.flops import ForwardFlops
+from services.target.loading import load_decoder
+from services.target.model import TargetModel
+from tests.builders.families import TEXT, VOCABULARY, WRAPPERS, format_table, make_family, make_family_config
+from tests.builders.whole_models import CPU, make_config
+
+TAPS = [0, 1, 2]  # of four layers
+LENGTH, PADDING = 13, 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """More threads cost more than they save in models so small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+    gc.collect()
+
+
+def reference(model: PreTrainedModel, input_ids: torch.Tensor) -> list[torch.Tensor]:
+    """What transformers itself records behind each layer; the mean of the streams of hyper-connections."""
+    whole: Any = model if model.config.model_type != "llama4" else model.language_model  # whose wrapper records nothing
+    states = whole(input_ids=input_ids, output_hidden_states=True, use_cache=False).hidden_states
+    return [states[layer + 1].mean(2) if states[1].dim() == 4 else states[layer + 1] for layer in TAPS]
+
+
+@pytest.mark.parametrize("name", [*TEXT, *WRAPPERS])
+def test_taps_are_the_hidden_states_of(name: str, tmp_path: Path) -> None:
+    model = make_family(name)
+    model.save_pretrained(tmp_path)
+    config = make_config(tmp_path, TAPS)
+    target = TargetModel(load_decoder(config, CPU), TAPS)
+    input_ids = torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    padded = torch.cat([input_ids, torch.full((2, PADDING), 7)], dim=1)
+    taps, longer = target.forward(input_ids), target.forward(padded)
+    for tap, beside_padding, needed in zip(taps, longer, reference(model, input_ids), strict=True):
+        largest = float(needed.abs().max())
+        torch.testing.assert_close(tap, needed, rtol=0, atol=1e-6 * largest)
+        torch.testing.assert_close(beside_padding[:, :LENGTH], tap, rtol=0, atol=5e-6 * largest)
+    embedding, head = load_embedding_and_head(config, CPU)
+    assert torch.equal(embedding, model.get_input_embeddings().weight)  # type: ignore[arg-type]
+    assert torch.equal(head, model.get_output_embeddings().weight)  # type: ignore[union-attr]
+    assert ForwardFlops(target.decoder).of(np.array([LENGTH])) > 0
+
+
+def test_a_process_without_torch_reads_the_same_shapes(tmp_path: Path) -> None:
+    names = [*TEXT, *WRAPPERS]
+    for name in names:
+        make_family_config(name).save_pretrained(tmp_path / name)
+    program = """
+import sys
+sys.modules["torch"] = None
+from pathlib import Path
+from common.decoder_config import derive_shape
+import msgspec
+print(msgspec.json.encode([derive_shape(Path(path)) for path in sys.argv[1:]]).decode())
+"""
+    line = [sys.executable, "-c", program, *(str(tmp_path / name) for name in names)]
+    done = subprocess.run(line, capture_output=True, text=True, check=True)
+    shapes = msgspec.json.decode(done.stdout, type=list[TargetShape])
+    needed = [msgspec.structs.replace(read_target_shape(tmp_path / name), source="") for name in names]
+    assert shapes == needed
+
+
+def test_the_table_in_the_readme_is_that_of_the_tests() -> None:
+    assert f"\n{format_table()}\n" in Path("services/target/README.md").read_text()
