@@ -27,7 +27,7 @@ CONVOLUTION = """
 from services.drafter.kernels.convolution_kernel import _convolution_backward as kernel
 tensors = {name: "*bf16" for name in kernel.arg_names[:8]} | {"is_first": "*i1", "of_base": "*fp32"}
 integers = {"num_rows": "i32", "hidden": "i32", "dynamic_stride": "i32"}
-signatures = [tensors | integers | {"GROUP": 16, "ROWS": 32, "GROUPS": 16, "LANES": 16}]
+signatures = [tensors | integers | {"GROUP": 16, "STRIP": 64, "ROWS": 4, "GROUPS": 8, "LANES": 16}]
 """
 ATTENTION = """
 from services.drafter.kernels.attention_kernel import {name}_kernel as kernel
