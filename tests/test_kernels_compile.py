@@ -23,6 +23,12 @@ signatures = [
     for gradient in (False, True)
 ]
 """
+CONVOLUTION = """
+from services.drafter.kernels.convolution_kernel import _convolution_backward as kernel
+tensors = {name: "*bf16" for name in kernel.arg_names[:8]} | {"is_first": "*i1", "of_base": "*fp32"}
+integers = {"num_rows": "i32", "hidden": "i32", "dynamic_stride": "i32"}
+signatures = [tensors | integers | {"GROUP": 16, "STRIP": 64, "ROWS": 4, "GROUPS": 8, "LANES": 16}]
+"""
 ATTENTION = """
 from services.drafter.kernels.attention_kernel import {name}_kernel as kernel
 from services.drafter.kernels.swept_attention import Tilings
@@ -60,6 +66,7 @@ for signature in signatures:
 KERNELS: dict[tuple[str, ...], str] = {  # names of what is compiled -> the program that compiles it
     ("_pack",) * 3: PACK,
     ("_cross_entropy",) * 2: CROSS_ENTROPY,
+    ("_convolution_backward",): CONVOLUTION,
     **{(f"{name}_kernel",): ATTENTION.format(name=name) for name in ("forward", "dq", "dkdv")},
 }
 

@@ -113,7 +113,10 @@ class _FrozenHeadCrossEntropy(torch.autograd.Function):
 @fused
 def add_head_rows(total: Tensor, factors: Tensor, tokens: Tensor, weight: Tensor) -> None:
     """Add to total [R, H], in place, the rows of the head [V, H] of tokens [R, K], times float32 factors [R, K]."""
-    total.add_((factors[..., None] * F.embedding(tokens, weight).float()).sum(1).to(total.dtype))
+    added = torch.zeros_like(total, dtype=torch.float32)
+    for column in range(tokens.shape[1]):
+        added = added + factors[:, column, None] * F.embedding(tokens[:, column], weight)
+    total.add_(added.to(total.dtype))
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, losses: Tensor, predictions: Tensor, *, with_gradient: bool) -> None:

@@ -32,8 +32,7 @@ def top_candidates(logits: Tensor, count: int) -> Candidates:
     """
     num_rows, num_segments = logits.shape[0], logits.shape[1] // _SEGMENT
     if num_segments > count:
-        whole = logits[:, : num_segments * _SEGMENT]
-        segments = whole.view(num_rows, num_segments, _SEGMENT).amax(2).topk(count, dim=1, sorted=False).indices
+        segments = segment_maxima(logits).topk(count, dim=1, sorted=False).indices
         columns = torch.arange(_SEGMENT, device=logits.device)
         inside = (segments[..., None] * _SEGMENT + columns).flatten(1)
         tail = torch.arange(num_segments * _SEGMENT, logits.shape[1], device=logits.device).expand(num_rows, -1)
@@ -43,6 +42,13 @@ def top_candidates(logits: Tensor, count: int) -> Candidates:
         tokens = logits.topk(count, dim=1, sorted=False).indices
     tokens = tokens.sort(1).values
     return Candidates(tokens, logits.gather(1, tokens).float())
+
+
+@fused
+def segment_maxima(logits: Tensor) -> Tensor:
+    """Return the largest logit of each whole segment of the rows [R, V]: [R, V // _SEGMENT]."""
+    num_segments = logits.shape[1] // _SEGMENT
+    return logits[:, : num_segments * _SEGMENT].view(logits.shape[0], num_segments, _SEGMENT).amax(2)
 
 
 @fused

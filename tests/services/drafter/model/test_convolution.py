@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from services.drafter.model.convolution import DynamicConvolution, convolve
+from services.drafter.model.convolution import DynamicConvolution, convolve, mix, mix_backward
 
 HIDDEN, GROUP = 6, 2
 
@@ -52,3 +52,19 @@ def test_it_begins_as_the_identity() -> None:
     is_first = torch.tensor([[True], [False], [False], [True]])
     for side in (0, 1):
         assert torch.equal(convolve(rows, rows @ projection.T, base, side, is_first), rows)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the whole step is compared with the CPU's: test_step.py")
+@pytest.mark.parametrize(
+    ("num_rows", "hidden", "group_size", "block_size"), [(70, 6, 2, 5), (33, 36, 12, 3), (64, 576, 16, 16), (1, 32, 16, 4)]
+)
+def test_the_kernel_of_the_backward_pass_equals_autograd(num_rows: int, hidden: int, group_size: int, block_size: int) -> None:
+    pytest.importorskip("triton")
+    random = torch.Generator().manual_seed(0)
+    sizes = (num_rows, hidden), (num_rows, 2, 2, hidden // group_size), (2, hidden), (num_rows, hidden)
+    rows, kernels, base, gradient = (torch.randn(size, generator=random) for size in sizes)
+    is_first = (torch.arange(num_rows) % block_size == 0)[:, None]
+    inputs = [tensor.requires_grad_() for tensor in (rows, kernels[:, 1], base)]
+    expected = torch.autograd.grad(mix(inputs[0], inputs[1], inputs[2], is_first), inputs, gradient)
+    found = mix_backward(gradient, *(tensor.detach() for tensor in inputs), is_first)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

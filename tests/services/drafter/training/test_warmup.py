@@ -16,7 +16,7 @@ from services.drafter.training.budget import with_anchors
 from services.drafter.training.optimizer import MasterAdamW
 from services.drafter.training.training_state import TrainingState, full_shape, make_up_batch
 from services.drafter.training.warmup import halved_shapes, warm_up
-from tests.builders.batches import BLOCK_SIZE, HIDDEN_SIZE, NUM_TAPS, VOCAB_SIZE, frozen_weights, make_config
+from tests.builders.batches import BLOCK_SIZE, HIDDEN_SIZE, NUM_TAPS, VOCAB_SIZE, dflash2, frozen_weights, make_config
 
 
 def config_of(max_tokens: int, anchors: int, bucket_lengths: list[int], **options: int | str) -> Config:
@@ -80,10 +80,11 @@ def test_made_up_rows_vary_and_do_not_change_the_random_state() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of itself
-def test_no_size_compiles_anything_after_the_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["dflash", "dflash2"])
+def test_no_size_compiles_anything_after_the_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     torch.compiler.reset()
-    config = config_of(2048, 256, [64, 128], dtype="bfloat16", head_dim=16, anchors_per_document=64)
+    config = dflash2(config_of(2048, 256, [64, 128], dtype="bfloat16", head_dim=16, anchors_per_document=64), kind=kind)
     state = make_state(config, "cuda")
     warm_up(state, config, lambda: None)
     kernels = set(tmp_path.rglob("*"))
