@@ -14,7 +14,7 @@ from msgspec import Meta
 from common.draft_config import DraftConfig, check_draft, complete_draft
 from common.errors import ConfigError
 from common.run_dir import CONFIG, read_object, write_json
-from common.target_limits import refuse_quantized, refuse_scaled_embedding, refuse_special_mask
+from common.target_limits import refuse_quantized, refuse_special_mask
 from common.target_shape import TargetShape, read_target_shape
 from common.typed_toml import (
     Count,
@@ -208,7 +208,6 @@ def load(path: Path, overrides: list[str], stand_in: Path | None = None, run_dir
     _check(config)
     if not config.model.random_init:
         refuse_quantized(folder)
-    refuse_scaled_embedding(folder)
     refuse_special_mask(folder, config.draft.mask_token_id)
     return config
 

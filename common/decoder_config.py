@@ -16,6 +16,9 @@ from common.target_shape import TargetShape, read_target_config
 
 _NORM_KEYS = ("rms_norm_eps", "norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_epsilon")
 _NORM_EPS, _ROPE_THETA = 1e-6, 10000.0  # of the draft, where the target has neither
+_EMBEDDING_SCALES = ("embedding_multiplier", "embedding_scale", "scale_emb")
+_LOGIT_SCALES = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
 _UNSUPPORTED = {  # a key that only such a family has, and the property that drafting needs
     "altup_num_inputs": "layers with one stream of hidden states, as engines hand on",
     "zero_expert_num": "layers with one attention",
@@ -51,6 +54,9 @@ def derive_shape(folder: Path) -> TargetShape:
             rope_theta=_rope_theta(config),
             max_position_embeddings=config.max_position_embeddings,
             tie_word_embeddings=_ties(folder, outer),
+            embedding_scale=_embedding_scale(config),
+            logit_scale=_logit_scale(config),
+            logit_softcap=float(next((cap for key in _SOFTCAPS if (cap := getattr(config, key, None))), 0.0)),
         )
     except AttributeError as error:
         raise ModelError(f"{folder / 'config.json'}: needed the key '{error.name}', found none") from error
@@ -103,6 +109,20 @@ def _rope_theta(config: Any) -> float:
     kinds = [value for value in nested.values() if isinstance(value, dict)]
     nested = nested.get("full_attention") or (kinds[0] if kinds else nested)
     return float(nested.get("rope_theta") or getattr(config, "rope_theta", None) or _ROPE_THETA)
+
+
+def _embedding_scale(config: Any) -> float:
+    """Return the factor of the embedding's rows: a number of the configuration, or the root of the hidden size."""
+    if "gemma" in config.model_type or getattr(config, "scale_embedding", False) or getattr(config, "mup_enabled", False):
+        return float(config.hidden_size**0.5)
+    return float(next((scale for key in _EMBEDDING_SCALES if (scale := getattr(config, key, None))), 1.0))
+
+
+def _logit_scale(config: Any) -> float:
+    """Return the factor of the logits, under the name that the family has for it or for its inverse."""
+    if divisor := getattr(config, "logits_scaling", None):
+        return 1.0 / float(divisor)
+    return float(next((scale for key in _LOGIT_SCALES if (scale := getattr(config, key, None))), 1.0))
 
 
 def main() -> None:

@@ -63,6 +63,10 @@ def check_draft(draft: DraftConfig, shape: TargetShape) -> None:
     need(not sliding or draft.sliding_window >= 1, "draft.sliding_window", "at least 1", draft.sliding_window)
     wide = draft.intermediate_size
     need(wide >= 1, "draft.intermediate_size", "at least 1, for config.json of the target names none", wide)
+    changed = {"an embedding scale": shape.embedding_scale != 1.0, "a softcap of the logits": shape.logit_softcap != 0.0}
+    names = " and ".join(name for name, is_true in changed.items() if is_true)
+    needed = f"dflash2 for a target with {names}: engines serve DFlash without it"
+    need(draft.kind == "dflash2" or not names, "draft.kind", needed, draft.kind)
     if draft.kind == "dflash2":
         size, most = draft.conv_group_size, shape.vocab_size
         need(shape.hidden_size % size == 0, "draft.conv_group_size", f"a divisor of hidden size {shape.hidden_size}", size)

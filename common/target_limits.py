@@ -9,7 +9,6 @@ from common.run_dir import read_object
 from common.target_shape import read_target_config
 
 _QUANTIZATION = ("quantization_config", "compression_config", "quantization")
-_MULTIPLIERS = ("embedding_multiplier", "embedding_scale", "scale_emb", "scale_embedding", "mup_enabled")
 _SPECIAL = ("bos", "eos", "pad")
 
 
@@ -20,20 +19,6 @@ def refuse_quantized(folder: Path) -> None:
         found = "hf_quant_config.json"
     if found is not None:
         raise ModelError(f"model.path: needed weights that are not quantized, found {found} in {folder}")
-
-
-def refuse_scaled_embedding(folder: Path) -> None:
-    """Raise ModelError if the decoder multiplies the rows of its embedding, which a draft model reads as they are.
-
-    Signs are the name of the family and the keys that the modules of transformers multiply by; a target process also
-    compares the input of its first layer with the embedding.
-    """
-    _, inner = read_target_config(folder)
-    model_type = str(inner.get("model_type"))
-    reasons = [f"{key} {inner[key]}" for key in _MULTIPLIERS if _multiplies(inner.get(key))]
-    if "gemma" in model_type or reasons:
-        found = ", ".join([model_type, *reasons])
-        raise ModelError(f"model.path: needed a target that does not scale its embedding, found {found} in {folder}")
 
 
 def refuse_special_mask(folder: Path, mask_token_id: int) -> None:
@@ -52,10 +37,6 @@ def _quantization(value: Any) -> Iterator[str]:
             method = inner.get("quant_method") or inner.get("quant_algo") if isinstance(inner, dict) else inner
             yield f"{key} {method}" if method else key
         yield from _quantization(inner)
-
-
-def _multiplies(value: Any) -> bool:
-    return value is True or value not in (None, False, 1)  # 1 and 1.0 are equal, and so are 1 and True
 
 
 def _special_ids(folder: Path) -> list[tuple[str, Path, Any]]:

@@ -37,6 +37,9 @@ class TargetShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     rope_theta: float
     max_position_embeddings: int
     tie_word_embeddings: bool
+    embedding_scale: float = 1.0  # of the embedding's rows before the first layer
+    logit_scale: float = 1.0  # of what the head returns
+    logit_softcap: float = 0.0  # c: scaled logits z become c * tanh(z / c); 0 where they stay as they are
     source: str = ""  # digest of what the shape was read from
 
 

@@ -19,8 +19,8 @@ CROSS_ENTROPY = """
 from services.drafter.kernels.cross_entropy_kernel import _cross_entropy as kernel
 signatures = [
     {"logits": "*bf16", "labels": "*i64", "losses": "*fp32", "predictions": "*i64", "num_columns": "i32"}
-    | {"GRADIENT": gradient, "BLOCK": 2048}
-    for gradient in (False, True)
+    | {"CAP": cap, "GRADIENT": gradient, "BLOCK": 2048}
+    for cap, gradient in ((0.0, False), (0.0, True), (30.0, True))
 ]
 """
 CONVOLUTION = """
@@ -65,7 +65,7 @@ for signature in signatures:
 
 KERNELS: dict[tuple[str, ...], str] = {  # names of what is compiled -> the program that compiles it
     ("_pack",) * 3: PACK,
-    ("_cross_entropy",) * 2: CROSS_ENTROPY,
+    ("_cross_entropy",) * 3: CROSS_ENTROPY,
     ("_convolution_backward",): CONVOLUTION,
     **{(f"{name}_kernel",): ATTENTION.format(name=name) for name in ("forward", "dq", "dkdv")},
 }

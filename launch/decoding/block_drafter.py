@@ -53,13 +53,14 @@ class BlockDrafter:
         attends = {mask: self._attention(mask) for mask in set(self._draft.masks)}
         positions = self._positions(self._config.block_size)
         layers = [attends[mask] for mask in self._draft.masks]
-        block: Tensor = self._draft(self._embedding(tokens), positions, self._layers, layers)
+        embeddings = self._draft.embed(tokens, self._embedding.weight)
+        block: Tensor = self._draft(embeddings, positions, self._layers, layers)
         return block
 
     def draft(self, anchor_token: int, sampling: Sampling, uniforms: Tensor) -> Drafts:
         """Draft the tokens after the anchor token; equal uniform numbers [B - 1] give equal drafts."""
         hidden = self.hidden(anchor_token)[1:]
-        logits = F.linear(hidden.to(self._head.weight.dtype), self._head.weight)
+        logits = F.linear(self._draft.for_head(hidden).to(self._head.weight.dtype), self._head.weight)
         if self._draft.candidate_selector is not None:
             return self._select(self._draft.candidate_selector, anchor_token, hidden, logits, sampling.temperature, uniforms)
         chances = probabilities(logits, sampling)
@@ -75,7 +76,7 @@ class BlockDrafter:
         uniforms: Tensor,
     ) -> Drafts:
         """Draw slot after slot, from the scores of its candidates; top_p is the target's alone, as in engines."""
-        candidates = top_candidates(logits, self._config.num_candidates)
+        candidates = top_candidates(logits, self._config.num_candidates, self._draft.logit_softcap)
         of_slots: list[Tensor] = []  # [1, C] each
 
         def choose(slot: int, scores: Tensor) -> Tensor:

@@ -129,7 +129,7 @@ def _read_kind(written: dict[str, Any], content: dict[str, Any]) -> dict[str, An
     """
     names = [*(written.get("architectures") or []), written.get("speculators_model_type") or ""]
     if not any("dflash2" in str(name).lower() for name in names):
-        return {"kind": "dflash", "is_causal": None}
+        return {"kind": "dflash", "is_causal": None, "output_multiplier": float(content.get("logit_scale") or 1.0)}
     own = written if "transformer_layer_config" in written else written["dflash_config"]
     if own["conv_kernel_size"] != 2:
         raise ValueError(f"conv_kernel_size {own['conv_kernel_size']}")

@@ -47,13 +47,13 @@ class PlainTarget:
         return torch.stack([one_stream(outputs[layer])[0] for layer in layer_ids], dim=1).cpu()
 
     def embeddings(self, tokens: Tensor) -> Tensor:
-        """Embed int64 [B] as [B, H]."""
-        embedded: Tensor = self._embed(tokens.to(self._device))
+        """Return the rows [B, H] of the embedding for int64 [B], as engines hand them on: without a scale of the target."""
+        embedded: Tensor = self._embed.weight[tokens.to(self._device)]
         return embedded.cpu()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Turn [B, H] into [B, V]."""
-        logits: Tensor = self._head(hidden.to(self._device))
+        """Return the products [B, V] of hidden states [B, H] with the head, as engines make them: without a bias."""
+        logits: Tensor = hidden.to(self._device) @ self._head.weight.T
         return logits.cpu()
 
 

@@ -26,6 +26,7 @@ from services.drafter.model.batch import PackedBatch
 from services.drafter.model.frozen import load_embedding_and_head
 from services.drafter.model.layers import ConvolvedLayer, DraftLayer, Rotation, rotation
 from services.drafter.model.model import DraftModel
+from services.drafter.model.selector import soft_cap
 from services.drafter.model.step import block_hidden
 from services.drafter.model.visibility import BlockAnchors, key_runs
 
@@ -71,7 +72,8 @@ def _readings(model: DraftModel, config: Config, documents: list[Document], devi
         yield from _block_readings(batch, blocks, calls, config, number, where, rows[number])
         if selections:
             yield from stages.selection_readings(where, selections[number])
-        yield from stages.head_readings(where, rows[number, 1:] @ head.T, drafts.tokens[number])
+        logits = soft_cap(model.for_head(rows[number, 1:]) @ head.T, model.logit_softcap)
+        yield from stages.head_readings(where, logits, drafts.tokens[number])
     angles = rotation(stages.FAR_POSITIONS, model.head_dim, model.rope_theta)
     yield from stages.far_readings(angles, angles, _far_masks(model, config.draft.block_size))
 

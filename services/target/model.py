@@ -22,6 +22,7 @@ from services.target.loading import load_decoder
 Keep = Callable[[int, torch.Tensor], None]  # index of the tap, tap [B, S, H]
 
 _NUM_CHECKED = 64  # rows of the embedding
+_ROUNDING = 2.0**-6  # of bfloat16, relative: families differ in when they round the scale
 _NUM_COMPILED = 16  # versions of a layer's code; torch gives up at 8
 _ATTENTION = "causal_sdpa"
 
@@ -76,20 +77,19 @@ class TargetModel:
             ModelError: the folder or its weights are missing, damaged or quantized, or the architecture is not supported.
         """
         model = cls(load_decoder(config, device), config.draft.tap_layers)
-        model._check_embedding(device)
+        model._check_embedding(config.shape.embedding_scale, device)
         return model
 
     @torch.inference_mode()
-    def _check_embedding(self, device: torch.device) -> None:
-        """Raise ModelError unless the first layer reads rows of the embedding as they are, as a draft model does."""
+    def _check_embedding(self, scale: float, device: torch.device) -> None:
+        """Raise ModelError unless the first layer reads rows of the embedding, times `scale`, as a draft model does."""
         embedding: Any = self.decoder.get_input_embeddings()
         input_ids = torch.arange(min(_NUM_CHECKED, self.vocab_size), device=device)
-        found = _first_input(self.decoder, self._layers[0], input_ids[None])
-        if not torch.equal(found, embedding.weight[None, input_ids]):
+        found, rows = one_stream(_first_input(self.decoder, self._layers[0], input_ids[None]))[0], embedding.weight[input_ids]
+        is_same = torch.equal(found, rows) if scale == 1.0 else torch.allclose(found, rows * scale, _ROUNDING, atol=0.0)
+        if not is_same:
             kind = self.decoder.config.model_type
-            raise ModelError(
-                f"model.path: needed a target that does not change its embedding before the first layer, found {kind}"
-            )
+            raise ModelError(f"model.path: needed a target whose first layer reads its embedding times {scale:g}, found {kind}")
 
     @property
     def vocab_size(self) -> int:

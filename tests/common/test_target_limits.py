@@ -8,7 +8,7 @@ import pytest
 
 from common import config
 from common.errors import ConfigError, ModelError
-from common.target_limits import refuse_quantized, refuse_scaled_embedding, refuse_special_mask
+from common.target_limits import refuse_quantized, refuse_special_mask
 
 TINY = Path("launch/configs/tiny.toml")
 SHAPE: dict[str, Any] = json.loads(Path("launch/configs/tiny_target/config.json").read_text())
@@ -56,30 +56,6 @@ def test_a_quantization_of_modelopt_beside_the_configuration_is_refused(tmp_path
     (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
     with pytest.raises(ModelError, match=r"needed weights that are not quantized, found hf_quant_config\.json in"):
         load(folder)
-
-
-@pytest.mark.parametrize(
-    ("keys", "found"),
-    [
-        ({"model_type": "gemma3_text"}, "gemma3_text"),
-        ({"model_type": "gemma4", "text_config": SHAPE | {"model_type": "gemma4_text"}}, "gemma4_text"),
-        ({"model_type": "recurrent_gemma"}, "recurrent_gemma"),
-        ({"model_type": "granite", "embedding_multiplier": 12.0}, "granite, embedding_multiplier 12.0"),
-        ({"model_type": "falcon_h1", "embedding_multiplier": 5.65}, "falcon_h1, embedding_multiplier 5.65"),
-        ({"model_type": "minicpm3", "scale_emb": 12}, "minicpm3, scale_emb 12"),
-        ({"model_type": "afmoe", "mup_enabled": True}, "afmoe, mup_enabled True"),
-    ],
-)
-def test_a_target_that_scales_its_embedding_is_refused_by_name(tmp_path: Path, keys: dict[str, Any], found: str) -> None:
-    folder = make_target(tmp_path / "target", **keys)
-    with pytest.raises(ModelError) as caught:
-        load(folder, random_init="true")
-    assert str(caught.value) == f"model.path: needed a target that does not scale its embedding, found {found} in {folder}"
-
-
-@pytest.mark.parametrize("value", [1, 1.0, None, False])
-def test_a_multiplier_that_changes_nothing_is_none(tmp_path: Path, value: object) -> None:
-    refuse_scaled_embedding(make_target(tmp_path / "target", embedding_multiplier=value))
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,13 @@ from services.drafter.folder.layouts import (
 from services.drafter.model.model import DraftModel
 
 CONFIG = "config.json"
+_OF_TARGET = (
+    "rms_norm_eps",
+    "rope_theta",
+    "embedding_scale",
+    "logit_scale",
+    "logit_softcap",
+)  # stated in a drafter's folder
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ class Drafter:
     def on(self, config: Config) -> Config:
         """Return `config` with the draft model that this folder states, even if it does not fit the run."""
         draft = {key: value for key, value in self.settings.items() if key in DraftConfig.__struct_fields__}
-        target = {key: value for key, value in self.settings.items() if key in ("rms_norm_eps", "rope_theta")}
+        target = {key: value for key, value in self.settings.items() if key in _OF_TARGET}
         draft_config = msgspec.structs.replace(config.draft, **draft)
         return msgspec.structs.replace(config, draft=draft_config, target_shape=msgspec.structs.replace(config.shape, **target))
 

@@ -41,7 +41,7 @@ def _dflash_config(config: Config) -> dict[str, Any]:
             "block_size": draft.block_size,
             "mask_token_id": draft.mask_token_id,
             "target_layer_ids": draft.tap_layers,  # zero-based: vLLM and SGLang add 1 by themselves
-            **_additions(draft),
+            **_additions(config),
         },
         "num_target_layers": config.shape.num_hidden_layers,
     }
@@ -50,12 +50,26 @@ def _dflash_config(config: Config) -> dict[str, Any]:
     return own | _decoder_config(config)
 
 
-def _additions(draft: DraftConfig) -> dict[str, int]:
-    """Return the keys of DFlash 2's convolutions and selector; engines need all of them."""
-    if draft.kind == "dflash":
+def _additions(config: Config) -> dict[str, float]:
+    """Return the keys of DFlash 2's convolutions and selector, which engines need all, and the scales of its target."""
+    if config.draft.kind == "dflash":
         return {}
     keys = "conv_group_size", "selector_rank", "selector_top_k"
-    return {"conv_kernel_size": NUM_TAPS, **{key: getattr(draft, key) for key in keys}}
+    return {"conv_kernel_size": NUM_TAPS, **{key: getattr(config.draft, key) for key in keys}, **_scales(config)}
+
+
+def _scales(config: Config) -> dict[str, float]:
+    """Return what the target does to its embedding and logits, which engines do for a drafter only if they are told.
+
+    vLLM reads the scale of DFlash's logits under another name among the decoder's keys; `check_draft` allows it no other.
+    """
+    shape, is_plain = config.shape, config.draft.kind == "dflash"
+    stated = {
+        "input_embedding_scale": (shape.embedding_scale, 1.0),
+        "logit_scale" if is_plain else "output_multiplier": (shape.logit_scale, 1.0),
+        "final_logit_softcapping": (shape.logit_softcap, 0.0),
+    }
+    return {key: value for key, (value, default) in stated.items() if value != default}
 
 
 def _speculators_config(config: Config) -> dict[str, Any]:
@@ -80,7 +94,7 @@ def _speculators_config(config: Config) -> dict[str, Any]:
         "draft_vocab_size": vocab_size,
         "sample_from_anchor": False,
         "sliding_window_non_causal": _is_non_causal(draft),
-        **_additions(draft),
+        **_additions(config),
         "tie_word_embeddings": False,
     }
 
@@ -113,6 +127,7 @@ def _decoder_config(config: Config) -> dict[str, Any]:
         "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},  # or this one
         "tie_word_embeddings": False,
         "use_cache": True,
+        **(_scales(config) if draft.kind == "dflash" else {}),
     }
 
 

@@ -26,7 +26,13 @@ _DECODER = {
     "rope_theta": ("rope_parameters.rope_theta", "rope_theta", "rope_scaling.rope_theta"),
 }
 _DFLASH2 = ("conv_group_size", "selector_rank", "selector_top_k")  # the settings that only DFlash 2 has
+_SCALES = {  # of the target that an engine has to be told
+    "embedding_scale": ("input_embedding_scale",),
+    "logit_scale": ("output_multiplier", "logit_scale"),
+    "logit_softcap": ("final_logit_softcapping",),
+}
 _DFLASH_OWN = {
+    **{key: (*(f"dflash_config.{name}" for name in names), *names) for key, names in _SCALES.items()},
     **{key: (f"dflash_config.{key}", key) for key in _DFLASH2},
     "is_causal": ("is_causal", "dflash_config.causal"),
     "block_size": ("dflash_config.block_size", "block_size"),
@@ -35,6 +41,8 @@ _DFLASH_OWN = {
     "num_hidden_layers": ("num_target_layers",),
 }
 _SPECULATORS_OWN = {
+    **_SCALES,
+    "logit_scale": ("output_multiplier", "transformer_layer_config.logit_scale"),
     **{key: (key,) for key in _DFLASH2},
     "block_size": ("block_size",),
     "mask_token_id": ("mask_token_id",),
@@ -102,16 +110,7 @@ FIXED: Content = {
     "projector_type": "dflash",
     "shift_label": False,
     "sample_from_anchor": False,
-    **{
-        f"{prefix}{key}": value
-        for prefix in ("dflash_config.", "")
-        for key, value in (
-            ("conv_kernel_size", 2),
-            ("output_multiplier", 1.0),
-            ("final_logit_softcapping", None),
-            ("input_embedding_scale", 1.0),
-        )
-    },
+    **{f"{prefix}{key}": value for prefix in ("dflash_config.", "") for key, value in (("conv_kernel_size", 2),)},
     "markov_rank": 0,
     "enable_confidence_head": False,
 }
@@ -137,7 +136,7 @@ def read_settings(content: Content, layout: Layout) -> Content:
     """Return the settings of a folder under our keys, with Qwen3's defaults; a setting without either is absent."""
     settings = {key: stated[0] for key, paths in layout.paths.items() if (stated := _stated(content, paths))}
     heads, num_layers = settings.get("num_attention_heads"), settings.get("num_layers")
-    settings.setdefault("rms_norm_eps", 1e-6)
+    settings = {"rms_norm_eps": 1e-6, "embedding_scale": 1.0, "logit_scale": 1.0, "logit_softcap": 0.0} | settings
     if heads:
         settings.setdefault("num_key_value_heads", heads)
         if "hidden_size" in settings:

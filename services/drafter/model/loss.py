@@ -15,7 +15,7 @@ from torch import Tensor
 from common.config import TrainConfig
 from services.drafter.kernels.fp8_head import Fp8Head
 from services.drafter.kernels.fused import fused
-from services.drafter.model.selector import Candidates, top_candidates
+from services.drafter.model.selector import Candidates, soft_cap, top_candidates
 
 Head = Tensor | Fp8Head
 DPACE_SMOOTHING = 0.5  # alpha of D-PACE
@@ -59,14 +59,16 @@ class HeadLoss(NamedTuple):
     candidates: Candidates  # [R, K]; their logits are differentiable
 
 
-def frozen_head_loss(hidden: Tensor, head: Head, labels: Tensor, chunk_rows: int, num_candidates: int = 1) -> HeadLoss:
-    """Return the loss of every row of hidden states [R, H], its prediction and its candidates.
+def frozen_head_loss(
+    hidden: Tensor, head: Head, labels: Tensor, chunk_rows: int, num_candidates: int = 1, softcap: float = 0.0
+) -> HeadLoss:
+    """Return the loss of every row of hidden states [R, H], its prediction and its candidates; see `soft_cap` of selector.py.
 
     All is differentiable in `hidden` only. The gradient of the cross entropy is made together with the loss, in chunks of rows
     whose logits exist at a time, so the backward pass needs no logits: it scales each row by the gradient of the row's loss.
-    The gradient of a candidate's logit is its row of the head.
+    The gradient of a candidate's logit before its cap is its row of the head.
     """
-    results = _FrozenHeadCrossEntropy.apply(hidden, head, labels, chunk_rows, num_candidates)  # type: ignore[no-untyped-call]
+    results = _FrozenHeadCrossEntropy.apply(hidden, head, labels, chunk_rows, num_candidates, softcap)  # type: ignore[no-untyped-call]
     losses, predictions, *candidates = results
     return HeadLoss(losses, predictions, Candidates(*candidates))
 
@@ -74,7 +76,7 @@ def frozen_head_loss(hidden: Tensor, head: Head, labels: Tensor, chunk_rows: int
 class _FrozenHeadCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Head, labels: Tensor, chunk_rows: int, num_candidates: int
+        ctx: Any, hidden: Tensor, head: Head, labels: Tensor, chunk_rows: int, num_candidates: int, softcap: float
     ) -> tuple[Tensor, ...]:
         losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
         predictions = torch.empty_like(labels)
@@ -85,29 +87,31 @@ class _FrozenHeadCrossEntropy(torch.autograd.Function):
             rows = slice(first, first + chunk_rows)
             logits = head.logits(hidden[rows]) if isinstance(head, Fp8Head) else hidden[rows].to(head.dtype) @ head.T
             if num_candidates > 1:
-                candidates.tokens[rows], candidates.logits[rows] = top_candidates(logits, num_candidates)
-            cross_entropy(logits, labels[rows], losses[rows], predictions[rows], with_gradient=gradient is not None)
+                candidates.tokens[rows], candidates.logits[rows] = top_candidates(logits, num_candidates, softcap)
+            cross_entropy(logits, labels[rows], losses[rows], predictions[rows], softcap, with_gradient=gradient is not None)
             if gradient is not None:
                 gradient[rows] = head.gradient(logits, labels[rows]) if isinstance(head, Fp8Head) else logits @ head
         if num_candidates == 1:
             candidates.tokens[:, 0], candidates.logits[:] = predictions, 0.0
         ctx.mark_non_differentiable(predictions, candidates.tokens)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(gradient, candidates.tokens)
+        ctx.save_for_backward(gradient, *candidates)
+        ctx.softcap = softcap
         ctx.weight, ctx.chunk_rows = head.weight if isinstance(head, Fp8Head) else head, chunk_rows
         return losses, predictions, *candidates
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None, None, None, None]:
         of_losses, _, _, of_candidates = gradients
-        gradient, tokens = ctx.saved_tensors
+        gradient, tokens, logits = ctx.saved_tensors
         assert of_losses is not None, "the base loss is always part of the loss"
         total = torch.mul(gradient, of_losses[:, None], out=torch.empty_like(gradient))  # the product is rounded once
         if of_candidates is not None:
+            of_candidates = of_candidates * (1.0 - (logits / ctx.softcap).square()) if ctx.softcap else of_candidates
             for first in range(0, len(total), ctx.chunk_rows):
                 rows = slice(first, first + ctx.chunk_rows)
                 add_head_rows(total[rows], of_candidates[rows], tokens[rows], ctx.weight)
-        return total, None, None, None, None
+        return total, None, None, None, None, None
 
 
 @fused
@@ -119,17 +123,19 @@ def add_head_rows(total: Tensor, factors: Tensor, tokens: Tensor, weight: Tensor
     total.add_(added.to(total.dtype))
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, losses: Tensor, predictions: Tensor, *, with_gradient: bool) -> None:
+def cross_entropy(
+    logits: Tensor, labels: Tensor, losses: Tensor, predictions: Tensor, softcap: float = 0.0, *, with_gradient: bool
+) -> None:
     """Fill losses and predictions, and the gradient in place (see `cross_entropy_kernel.cross_entropy`, used on a GPU)."""
     if logits.is_cuda:
         from services.drafter.kernels import cross_entropy_kernel  # triton comes with torch for GPUs only
 
-        cross_entropy_kernel.cross_entropy(logits, labels, losses, predictions, with_gradient=with_gradient)
+        cross_entropy_kernel.cross_entropy(logits, labels, losses, predictions, softcap, with_gradient=with_gradient)
         return
-    exact = logits.float()
+    exact = soft_cap(logits.float(), softcap)
     log_normaliser = exact.logsumexp(1, keepdim=True)
     torch.sub(log_normaliser[:, 0], exact.gather(1, labels[:, None])[:, 0], out=losses)
-    torch.argmax(exact, 1, out=predictions)
+    torch.argmax(logits, 1, out=predictions)
     if with_gradient:
-        error = (exact - log_normaliser).exp_()
-        logits.copy_(error.scatter_add_(1, labels[:, None], torch.full_like(log_normaliser, -1.0)))
+        error = (exact - log_normaliser).exp_().scatter_add_(1, labels[:, None], torch.full_like(log_normaliser, -1.0))
+        logits.copy_(error.mul_(1.0 - (exact / softcap).square()) if softcap else error)

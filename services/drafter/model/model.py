@@ -7,6 +7,7 @@ Hkv key and value heads, D head_dim.
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.config import Config
@@ -34,6 +35,8 @@ class DraftModel(nn.Module):
         super().__init__()
         draft, hidden, self.eps = config.draft, config.shape.hidden_size, config.shape.rms_norm_eps
         self.head_dim, self.rope_theta = draft.head_dim, config.shape.rope_theta
+        self.embedding_scale, self.logit_scale = config.shape.embedding_scale, config.shape.logit_scale
+        self.logit_softcap = config.shape.logit_softcap
         self.is_convolved = draft.kind == "dflash2"
         self.masks = [LayerMask.of(draft, kind) for kind in draft.layer_types]
         with torch.device("meta"):
@@ -62,6 +65,15 @@ class DraftModel(nn.Module):
         for module in self.modules():
             if isinstance(module, DynamicConvolution | CandidateSelector):
                 module.initialise()
+
+    def embed(self, tokens: Tensor, embed_weight: Tensor) -> Tensor:
+        """Return the target's embedding [V, H] of tokens int64 [...], as its first layer gets it: [..., H]."""
+        rows = F.embedding(tokens, embed_weight)
+        return rows if self.embedding_scale == 1.0 else rows * self.embedding_scale
+
+    def for_head(self, hidden: Tensor) -> Tensor:
+        """Return hidden states [R, H] times the scale that the target gives its logits: their products with the head's rows."""
+        return hidden if self.logit_scale == 1.0 else hidden * self.logit_scale
 
     def project_context(self, taps: Tensor) -> Tensor:
         """Project target features [T, K, H], of any float type, to the context [T, H] that all layers share."""

@@ -24,8 +24,13 @@ class Candidates(NamedTuple):
     logits: Tensor  # float32 [..., K]
 
 
-def top_candidates(logits: Tensor, count: int) -> Candidates:
-    """Return the `count` largest of the logits [R, V].
+def soft_cap(logits: Tensor, cap: float) -> Tensor:
+    """Return cap * tanh(logits / cap), or the logits for a cap of 0."""
+    return cap * torch.tanh(logits / cap) if cap else logits
+
+
+def top_candidates(logits: Tensor, count: int, softcap: float = 0.0) -> Candidates:
+    """Return the `count` largest of the logits [R, V], capped by `soft_cap` in float32.
 
     The largest logits lie in the segments with the largest maxima. So a long row is read once, for the maxima; a selection
     among all of its logits would read it ten times.
@@ -41,7 +46,7 @@ def top_candidates(logits: Tensor, count: int) -> Candidates:
     else:
         tokens = logits.topk(count, dim=1, sorted=False).indices
     tokens = tokens.sort(1).values
-    return Candidates(tokens, logits.gather(1, tokens).float())
+    return Candidates(tokens, soft_cap(logits.gather(1, tokens).float(), softcap))
 
 
 @fused

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from common.config import Config
@@ -47,7 +46,7 @@ def block_loss(
     hidden = block_hidden(model, embed_weight, batch, blocks, config, wanted)[: len(block)]
     labels = upload(blocks.labels[blocks.label_mask], device)
     selector, num_candidates = model.candidate_selector, config.draft.num_candidates
-    found = frozen_head_loss(hidden, head, labels, HEAD_CHUNK_ROWS, num_candidates)
+    found = frozen_head_loss(model.for_head(hidden), head, labels, HEAD_CHUNK_ROWS, num_candidates, model.logit_softcap)
     chosen, of_selector = found.predictions, torch.zeros_like(found.losses)
     if selector is not None:
         previous = np.concatenate([blocks.anchor_tokens[:, None], blocks.tokens[:, :-1]], axis=1)[blocks.label_mask]
@@ -102,10 +101,10 @@ def predict_blocks(
     hidden = block_hidden(model, embed_weight, batch, blocks, config, wanted)
     unary, found = [], []
     for rows in torch.split(hidden, HEAD_CHUNK_ROWS):
-        logits = rows.to(head_weight.dtype) @ head_weight.T
+        logits = model.for_head(rows).to(head_weight.dtype) @ head_weight.T
         unary.append(logits.argmax(1))
         if model.candidate_selector is not None:
-            found.append(top_candidates(logits, config.draft.num_candidates))
+            found.append(top_candidates(logits, config.draft.num_candidates, model.logit_softcap))
     likeliest = torch.cat(unary).view(num_blocks, num_slots)
     if model.candidate_selector is None:
         return Drafts(likeliest, likeliest, likeliest[..., None])
@@ -123,7 +122,7 @@ def block_hidden(
     tokens = np.append(blocks.anchor_tokens, config.draft.mask_token_id)
     positions = batch.position_ids[upload(blocks.anchors, device)][:, None] + torch.arange(block_size, device=device)
     context = model.context_keys_values(model.project_context(batch.hidden_states), batch.position_ids)
-    embeddings, chosen = F.embedding(upload(tokens, device), embed_weight), None if wanted is None else upload(wanted, device)
+    embeddings, chosen = model.embed(upload(tokens, device), embed_weight), None if wanted is None else upload(wanted, device)
     if model.is_convolved:  # each row of the last layer reads the row before it
         attends = _attends(model, batch, blocks, None, config)
         return take(model(embeddings, positions.flatten(), context, attends), chosen)

@@ -112,8 +112,9 @@ def test_the_loss_is_its_definition_with_one_divisor(loss: str, contiguous_prefi
         assert both.selector_loss.detach().item() == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("chunk_rows", [3, 100])
-def test_gradients_through_the_candidates_equal_those_of_dense_logits(chunk_rows: int) -> None:
+def test_gradients_through_the_candidates_equal_those_of_dense_logits(chunk_rows: int, softcap: float) -> None:
     random = torch.Generator().manual_seed(0)
     hidden, head = torch.randn(11, 8, generator=random), torch.randn(20, 8, generator=random)
     labels, mix = torch.randint(0, 20, (11,), generator=random), torch.randn(11, 4, generator=random)
@@ -122,11 +123,11 @@ def test_gradients_through_the_candidates_equal_those_of_dense_logits(chunk_rows
         return (losses * 0.3 + selector_loss(logits + mix, tokens, labels)).sum()
 
     dense = hidden.clone().requires_grad_()
-    logits = dense @ head.T
-    tokens = logits.topk(4).indices.sort(1).values
+    logits = softcap * torch.tanh(dense @ head.T / softcap) if softcap else dense @ head.T
+    tokens = (dense @ head.T).topk(4).indices.sort(1).values
     total(F.cross_entropy(logits, labels, reduction="none"), logits.gather(1, tokens), tokens).backward()  # type: ignore[no-untyped-call]
     hidden.requires_grad_()
-    losses, _, candidates = frozen_head_loss(hidden, head, labels, chunk_rows, 4)
+    losses, _, candidates = frozen_head_loss(hidden, head, labels, chunk_rows, 4, softcap)
     total(losses, candidates.logits, candidates.tokens).backward()  # type: ignore[no-untyped-call]
     assert torch.equal(candidates.tokens, tokens)
     assert hidden.grad is not None and dense.grad is not None

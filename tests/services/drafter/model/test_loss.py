@@ -8,6 +8,7 @@ from torch import Tensor
 
 from services.drafter.kernels import cross_entropy_kernel
 from services.drafter.model.loss import DPACE_SMOOTHING, cross_entropy, decay_weights, dpace_weights, frozen_head_loss
+from services.drafter.model.selector import soft_cap
 
 GENERATOR_SEED = 5
 
@@ -92,7 +93,8 @@ def test_dpace_weights_are_the_gradient_of_the_expected_acceptance() -> None:
 
 @pytest.mark.parametrize("vocab_size", [40, 128, 5000])
 @pytest.mark.parametrize("with_gradient", [False, True])
-def test_the_kernel_equals_float64(vocab_size: int, with_gradient: bool) -> None:
+@pytest.mark.parametrize("softcap", [0.0, 4.0])
+def test_the_kernel_equals_float64(vocab_size: int, with_gradient: bool, softcap: float) -> None:
     """On a GPU, or in Triton's interpreter."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     hidden, head, labels, _ = problem(6, 16, vocab_size)
@@ -100,13 +102,13 @@ def test_the_kernel_equals_float64(vocab_size: int, with_gradient: bool) -> None
     labels = labels.to(device)
     logits[1, labels[1]] = logits[1].max() + 1  # one is right
     exact = logits.double().requires_grad_()
-    reference = F.cross_entropy(exact, labels, reduction="none")
+    reference = F.cross_entropy(soft_cap(exact, softcap), labels, reduction="none")
     reference.sum().backward()  # type: ignore[no-untyped-call]
     largest = exact.argmax(1)
 
     losses, predictions = torch.full((6,), torch.nan, device=device), torch.full((6,), -1, device=device)
     before = logits.clone()
-    cross_entropy_kernel.cross_entropy(logits, labels, losses, predictions, with_gradient=with_gradient)
+    cross_entropy_kernel.cross_entropy(logits, labels, losses, predictions, softcap, with_gradient=with_gradient)
     torch.testing.assert_close(losses.double(), reference, rtol=1e-5, atol=1e-5)
     assert torch.equal(predictions, largest)
     if with_gradient:
