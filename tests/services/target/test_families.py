@@ -36,7 +36,7 @@ def one_thread() -> Iterator[None]:
 
 
 def reference(model: PreTrainedModel, input_ids: torch.Tensor) -> list[torch.Tensor]:
-    """What transformers itself records behind each layer; the mean of the streams of hyper-connections."""
+    """Return what transformers records behind each layer; the mean of the streams of hyper-connections."""
     whole: Any = model if model.config.model_type != "llama4" else model.language_model  # whose wrapper records nothing
     states = whole(input_ids=input_ids, output_hidden_states=True, use_cache=False).hidden_states
     return [states[layer + 1].mean(2) if states[1].dim() == 4 else states[layer + 1] for layer in TAPS]
