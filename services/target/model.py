@@ -160,4 +160,4 @@ def _first_input(decoder: PreTrainedModel, layer: nn.Module, input_ids: torch.Te
     with suppress(_StopForwardError):
         decoder(input_ids=input_ids, use_cache=False)
     hook.remove()
-    return found[0]
+    return one_stream(found[0])
