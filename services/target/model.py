@@ -18,6 +18,7 @@ from common.config import Config
 from common.errors import ModelError
 from services.target.architecture import find_layers, layer_kinds, needs_no_mask, one_stream
 from services.target.loading import load_decoder
+from services.target.sinks import use_sinks
 
 Keep = Callable[[int, torch.Tensor], None]  # index of the tap, tap [B, S, H]
 
@@ -64,6 +65,8 @@ class TargetModel:
         self._list = find_layers(decoder)
         decoder.train(False).requires_grad_(False)
         _leave_out_masks(decoder)
+        if decoder.device.type == "cuda":  # where a matrix of scores costs most of the memory
+            use_sinks(decoder)
         self.decoder = decoder
         self._layers = self._list.layers
         self._capture = Capture(self._layers, tap_layers)
