@@ -17,6 +17,7 @@ from common.actor import faults
 from common.config import Config
 from common.errors import ModelError
 from services.target.architecture import find_layers, layer_kinds, needs_no_mask, one_stream
+from services.target.experts import group_experts
 from services.target.loading import load_decoder
 from services.target.sinks import use_sinks
 
@@ -65,8 +66,9 @@ class TargetModel:
         self._list = find_layers(decoder)
         decoder.train(False).requires_grad_(False)
         _leave_out_masks(decoder)
-        if decoder.device.type == "cuda":  # where a matrix of scores costs most of the memory
+        if decoder.device.type == "cuda":  # transformers' own code is right, and slow on a GPU
             use_sinks(decoder)
+            group_experts(decoder)
         self.decoder = decoder
         self._layers = self._list.layers
         self._capture = Capture(self._layers, tap_layers)
