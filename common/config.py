@@ -203,11 +203,11 @@ def load(path: Path, overrides: list[str], stand_in: Path | None = None, run_dir
     folder = Path(config.model.path).expanduser()
     if stand_in is not None and not folder.exists():
         folder = stand_in
+    if not config.model.random_init:
+        refuse_quantized(folder)
     shape = read_target_shape(folder, _earlier_shape(run_dir))
     config = msgspec.structs.replace(config, draft=complete_draft(config.draft, shape), target_shape=shape)
     _check(config)
-    if not config.model.random_init:
-        refuse_quantized(folder)
     refuse_special_mask(folder, config.draft.mask_token_id)
     return config
 

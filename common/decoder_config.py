@@ -73,7 +73,7 @@ def _read(folder: Path) -> tuple[PretrainedConfig, Any]:
     except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
         line = str(error).strip().partition("\n")[0]
         raise ModelError(f"{folder}: needed an architecture that transformers knows, found: {line}") from error
-    model_type = getattr(inner, "model_type", type(inner).__name__)
+    model_type = getattr(inner, "model_type", f"a text_config of {outer.model_type}")  # a family that does not know that key
     if model_type not in MODEL_MAPPING_NAMES or getattr(inner, "is_encoder_decoder", False):
         raise ModelError(f"{folder}: needed a decoder that transformers can make, found {model_type}")
     inner.allow_global_per_layer_attribute_access = True  # or reading head_dim of Gemma 4 is an error

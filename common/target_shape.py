@@ -74,11 +74,11 @@ def _source(folder: Path) -> str:
 
 def _ask_child(folder: Path) -> TargetShape:
     line = [sys.executable, "-c", _PROGRAM, str(folder.absolute())]
-    asked = subprocess.run(line, cwd=_ROOT, capture_output=True, text=True, check=False)
-    if asked.returncode != 0:
-        answer = asked.stdout if asked.returncode == _EXIT_REFUSED else asked.stderr
+    done = subprocess.run(line, cwd=_ROOT, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        answer = done.stdout if done.returncode == _EXIT_REFUSED else done.stderr
         raise ModelError((answer.strip().splitlines() or [f"{folder}: its configuration cannot be read"])[-1])
-    return msgspec.json.decode(asked.stdout, type=TargetShape)
+    return msgspec.json.decode(done.stdout, type=TargetShape)
 
 
 def read_vocab_size(folder: Path) -> int:

@@ -1,4 +1,4 @@
-"""Where a decoder of transformers keeps its layers, what kind each is, and how it is built without the last ones."""
+"""Find the layers of any decoder of transformers and their kinds, and build it without the last ones."""
 
 from typing import Any, NamedTuple
 

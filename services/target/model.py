@@ -17,7 +17,9 @@ from common.actor import faults
 from common.config import Config
 from common.errors import ModelError
 from services.target.architecture import find_layers, layer_kinds, needs_no_mask, one_stream
+from services.target.experts import group_experts
 from services.target.loading import load_decoder
+from services.target.sinks import use_sinks
 
 Keep = Callable[[int, torch.Tensor], None]  # index of the tap, tap [B, S, H]
 
@@ -65,6 +67,9 @@ class TargetModel:
         self._list = find_layers(decoder)
         decoder.train(False).requires_grad_(False)
         _leave_out_masks(decoder)
+        if decoder.device.type == "cuda":  # transformers' own code is right, and slow on a GPU
+            use_sinks(decoder)
+            group_experts(decoder)
         self.decoder = decoder
         self._layers = self._list.layers
         self._capture = Capture(self._layers, tap_layers)
@@ -160,4 +165,4 @@ def _first_input(decoder: PreTrainedModel, layer: nn.Module, input_ids: torch.Te
     with suppress(_StopForwardError):
         decoder(input_ids=input_ids, use_cache=False)
     hook.remove()
-    return found[0]
+    return one_stream(found[0])

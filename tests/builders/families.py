@@ -135,7 +135,7 @@ WRAPPERS = (
     | _all("wrapper", "qwen3_5", **DELTA)
     | _all("wrapper", "qwen3_5_moe", **EXPERTS, **DELTA)
     | _all("wrapper", "qwen2_vl qwen2_5_vl qwen3_vl", rope_parameters=SECTIONS)
-    | _all("wrapper", "qwen3_vl_moe", **EXPERTS, rope_parameters=SECTIONS)
+    | _all("wrapper", "qwen3_vl_moe", **EXPERTS, rope_parameters=SECTIONS, sliding_window=None)
     | _all("wrapper of a scaled embedding", "gemma3", layer_types=["sliding_attention", "full_attention"] * 2)
     | _all("wrapper of a scaled embedding", "gemma4", **PER_LAYER, pad_token_id=0)
 )

@@ -12,6 +12,7 @@ from common.target_limits import refuse_quantized, refuse_special_mask
 
 TINY = Path("launch/configs/tiny.toml")
 SHAPE: dict[str, Any] = json.loads(Path("launch/configs/tiny_target/config.json").read_text())
+WRAPPER = {"model_type": "llava"}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
@@ -31,8 +32,8 @@ def load(folder: Path, *overrides: str, random_init: str = "false") -> config.Co
     ("keys", "found"),
     [
         ({"quantization_config": FP8}, "quantization_config fp8"),
-        ({"quantization_config": FP8, "text_config": SHAPE}, "quantization_config fp8"),
-        ({"text_config": SHAPE | {"quantization_config": FP8}}, "quantization_config fp8"),
+        (WRAPPER | {"quantization_config": FP8, "text_config": SHAPE}, "quantization_config fp8"),
+        (WRAPPER | {"text_config": SHAPE | {"quantization_config": FP8}}, "quantization_config fp8"),
         ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}, "quantization_config modelopt"),
         ({"quantization_config": {"quant_algo": "NVFP4"}}, "quantization_config NVFP4"),
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantization_config awq"),
@@ -63,7 +64,7 @@ def test_a_quantization_of_modelopt_beside_the_configuration_is_refused(tmp_path
     [
         ({"bos_token_id": 63}, None, "bos_token_id of {folder}/config.json"),
         ({"pad_token_id": 63}, None, "pad_token_id of {folder}/config.json"),
-        ({"text_config": SHAPE | {"eos_token_id": [1, 63]}}, None, "eos_token_id of {folder}/config.json"),
+        (WRAPPER | {"text_config": SHAPE | {"eos_token_id": [1, 63]}}, None, "eos_token_id of {folder}/config.json"),
         ({}, {"eos_token_id": [2, 63]}, "eos_token_id of {folder}/generation_config.json"),
         ({}, {"pad_token_id": 63}, "pad_token_id of {folder}/generation_config.json"),
     ],

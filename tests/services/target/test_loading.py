@@ -10,14 +10,15 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel
+from torch import nn
+from transformers import LlamaConfig
 
-from common.config import ModelConfig
 from common.errors import ModelError
 from launch.decoding.full_target import load_full_target
 from services.drafter.model.frozen import load_embedding_and_head
+from services.target.architecture import find_layers
 from services.target.model import TargetModel
-from tests.builders.whole_models import CPU, KINDS, VOCABULARY, make_config, make_folder, make_model
+from tests.builders.whole_models import CPU, KINDS, make_config, make_folder, make_model
 
 
 @pytest.fixture
@@ -166,9 +167,9 @@ def test_every_phase_is_logged(llama_folder: Path, caplog: pytest.LogCaptureFixt
     assert re.search(r"weights read in \d+\.\d s: \d+\.\d\d GiB on cpu", caplog.text)
 
 
-def test_a_model_without_a_list_of_layers_is_named(llama_folder: Path, tmp_path: Path) -> None:
-    config = make_config(llama_folder, [1])
-    GPT2LMHeadModel(GPT2Config(n_layer=3, n_embd=32, n_head=2, vocab_size=VOCABULARY)).save_pretrained(tmp_path / "gpt2")
-    model = ModelConfig(path=str(tmp_path / "gpt2"), random_init=True, dtype="float32")
-    with pytest.raises(ModelError, match="needed a decoder with a list `layers`, found GPT2Model"):
-        TargetModel.load(msgspec.structs.replace(config, model=model), CPU)
+def test_a_model_without_a_list_of_layers_is_named() -> None:
+    decoder = nn.Module()
+    decoder.config = LlamaConfig(num_hidden_layers=2)  # type: ignore[assignment]
+    decoder.lists = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    with pytest.raises(ModelError, match="needed a decoder with one list of layers, found Module"):
+        find_layers(decoder)
