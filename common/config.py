@@ -13,8 +13,9 @@ from msgspec import Meta
 
 from common.draft_config import DraftConfig, check_draft, complete_draft
 from common.errors import ConfigError
+from common.quantized_weights import check_quantization
 from common.run_dir import CONFIG, read_object, write_json
-from common.target_limits import refuse_quantized, refuse_scaled_embedding, refuse_special_mask
+from common.target_limits import refuse_scaled_embedding, refuse_special_mask
 from common.target_shape import TargetShape, read_target_shape
 from common.typed_toml import (
     Count,
@@ -206,7 +207,7 @@ def load(path: Path, overrides: list[str], stand_in: Path | None = None) -> Conf
     config = msgspec.structs.replace(config, draft=complete_draft(config.draft, shape), target_shape=shape)
     _check(config)
     if not config.model.random_init:
-        refuse_quantized(folder)
+        check_quantization(folder)
     refuse_scaled_embedding(folder)
     refuse_special_mask(folder, config.draft.mask_token_id)
     return config

@@ -18,8 +18,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from common.config import Config
 from common.errors import ModelError
-from common.target_limits import refuse_quantized
+from common.quantized_weights import find_consumed
 from common.weights import EMBEDDING, fill_random, find_embedding, find_quantized, locate_tensors, read_initializer_range
+from services.target.checkpoint import load_pretrained
 from services.target.linear_attention import choose_kernels
 
 log = logging.getLogger(__name__)
@@ -79,21 +80,10 @@ def _cut(text_config: PretrainedConfig, num_layers: int) -> None:
 
 
 def _read(folder: Path, text_config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    refuse_quantized(folder)
     prefix = find_embedding(folder).removesuffix(EMBEDDING)
     try:
-        decoder: PreTrainedModel
-        decoder, report = AutoModel.from_pretrained(
-            folder,
-            config=text_config,
-            dtype=dtype,
-            device_map={"": device},
-            attn_implementation="sdpa",
-            key_mapping={f"^{re.escape(prefix)}": ""},
-            output_loading_info=True,
-            local_files_only=True,
-            use_safetensors=True,
-        )
+        settings = {"attn_implementation": "sdpa", "key_mapping": {f"^{re.escape(prefix)}": ""}}
+        decoder, report = load_pretrained(AutoModel, folder, text_config, device, dtype, **settings)
     except (ValueError, OSError, RuntimeError, ImportError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
@@ -117,7 +107,8 @@ def _check_types(folder: Path, prefix: str, decoder: PreTrainedModel) -> None:
     """Raise ModelError for a weight that was read as a plain number but is an integer or a float8 in its file."""
     parts = (f"{prefix}embed_tokens.", *(f"{prefix}layers.{layer}." for layer in range(len(decoder.layers))))  # type: ignore[arg-type]
     integers = {name for name, buffer in decoder.named_buffers() if not buffer.is_floating_point()}
-    files = {name: file for name, file in locate_tensors(folder).items() if name.startswith(parts)}
+    consumed = find_consumed(folder)
+    files = {name: file for name, file in locate_tensors(folder).items() if name.startswith(parts) and name not in consumed}
     quantized = find_quantized({name: file for name, file in files.items() if name.removeprefix(prefix) not in integers})
     if quantized:
         raise ModelError(f"{folder}: needed weights of 16 bits or more, found integers or float8 in {_shorten(quantized)}")

@@ -1,0 +1,40 @@
+"""A model of transformers from its folder, whose quantized weights are dequantized one after the other while they are read."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.auto.auto_factory import _get_model_class
+
+from common.dequantize import open_dequantized
+from common.quantization import read_rule
+
+
+def load_pretrained(
+    auto: Any, folder: Path, config: PretrainedConfig, device: torch.device, dtype: torch.dtype | None, **settings: Any
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Load the class that `auto` chooses for `config` to `device`, and return it with the report of the loader.
+
+    Without a dtype it is that of the folder. The loader of transformers gets no quantization and a state dict of slices, which
+    give the dequantized weight when they are read.
+
+    Raises:
+        ModelError, SafetensorError: as `open_dequantized`; further errors as from_pretrained of transformers.
+    """
+    settings |= {"device_map": {"": device}, "output_loading_info": True}
+    loaded: tuple[PreTrainedModel, dict[str, Any]]
+    if read_rule(folder) is None:
+        settings |= {"local_files_only": True, "use_safetensors": True, "dtype": dtype or "auto"}
+        loaded = auto.from_pretrained(folder, config=config, **settings)
+        return loaded
+    model_class: Any = _get_model_class(config, auto._model_mapping)  # type: ignore[no-untyped-call]
+    if model_class.config_class is not type(config):  # the decoder in a multimodal wrapper
+        config = config.get_text_config()
+    for key in ("quantization_config", "compression_config"):
+        config.__dict__.pop(key, None)  # or transformers would quantize the model again
+    dtype = dtype or config.dtype or torch.bfloat16
+    loaded = model_class.from_pretrained(
+        None, config=config, state_dict=open_dequantized(folder, device, dtype), dtype=dtype, **settings
+    )
+    return loaded

@@ -1,0 +1,156 @@
+"""Quantized checkpoints in the layouts that others publish, written from a plain folder."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+
+Write = Callable[[str, torch.Tensor], dict[str, torch.Tensor]]  # name of a weight, float32 [..., rows, columns] -> its tensors
+
+BLOCK = (20, 12)  # of 32 rows or 48 columns the last blocks are cut
+GROUP = 16
+SKIPPED = ["lm_head", "model.visual", "model.language_model.layers.0.linear_attn.conv1d"]  # as wrappers name them
+
+
+class Layout(NamedTuple):
+    """One published layout."""
+
+    write: Write
+    config: dict[str, Any]  # quantization_config
+    file: str = "config.json"  # that holds it
+
+
+def in_blocks(
+    name: str, weight: torch.Tensor, suffix: str = "_scale_inv", dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
+    rows, columns = (-(-size // block) for size, block in zip(weight.shape, BLOCK, strict=True))
+    scale = torch.empty(rows, columns)
+    numbers = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    for row in range(rows):
+        for column in range(columns):
+            part = (slice(row * BLOCK[0], (row + 1) * BLOCK[0]), slice(column * BLOCK[1], (column + 1) * BLOCK[1]))
+            scale[row, column] = (weight[part].abs().max() / 448).to(dtype)
+            numbers[part] = (weight[part] / scale[row, column]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {name: numbers, f"{name}{suffix}": scale.to(dtype)}
+
+
+def per_tensor(name: str, weight: torch.Tensor, suffix: str, extra: str, *shape: int) -> dict[str, torch.Tensor]:
+    scale = weight.abs().max() / 448
+    numbers = (weight / scale).to(torch.float8_e4m3fn)
+    module = name.removesuffix("weight")
+    return {name: numbers, f"{name}{suffix}": scale.reshape(shape), f"{module}{extra}": torch.tensor(0.5)}
+
+
+def per_channel(name: str, weight: torch.Tensor, *shape: int) -> dict[str, torch.Tensor]:
+    scale = (weight.abs().amax(1, keepdim=True) / 448).bfloat16()
+    return {name: (weight / scale).clamp(-448, 448).to(torch.float8_e4m3fn), f"{name}_scale": scale.reshape(-1, *shape)}
+
+
+def int8(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    return {name: (weight / scale).round().to(torch.int8), f"{name}_scale": scale}
+
+
+def packed_int4(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Eight numbers from -8 to 7 in an int32, the first in the lowest bits, each 8 larger than it is."""
+    groups = weight.unflatten(1, (-1, GROUP))
+    scale = (groups.abs().amax(2) / 7).bfloat16()
+    codes = (groups / scale[:, :, None]).round().clamp(-8, 7).to(torch.int64).flatten(1) + 8
+    packed = sum(codes[:, index::8] << (4 * index) for index in range(8))
+    assert isinstance(packed, torch.Tensor)
+    words = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+    return {f"{name}_packed": words, f"{name}_scale": scale, f"{name}_shape": torch.tensor(weight.shape)}
+
+
+def mxfp4(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Experts [experts, in, out] of gpt-oss: 32 numbers along `in` share an exponent, two of them are a byte."""
+    blocks = weight.transpose(1, 2).unflatten(2, (-1, 32)).contiguous()
+    exponents = (blocks.abs().amax(3).log2().floor() - 2).clamp(-127, 127)
+    levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    codes = ((blocks.abs() / exponents.exp2()[..., None])[..., None] - levels).abs().argmin(-1) + 8 * (blocks < 0)
+    packed = (codes[..., 0::2] | (codes[..., 1::2] << 4)).to(torch.uint8)
+    return {f"{name}_blocks": packed, f"{name}_scales": (exponents + 127).to(torch.uint8)}
+
+
+def compressed(kind: str, format: str, num_bits: int = 8, **weights: Any) -> dict[str, Any]:
+    """The keys that llm-compressor writes."""
+    scheme = {"num_bits": num_bits, "type": kind, "symmetric": True, "dynamic": False, **weights}
+    group = {"targets": ["Linear"], "weights": scheme, "input_activations": None, "output_activations": None}
+    keys: dict[str, Any] = {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}}
+    return keys | {"ignore": SKIPPED, "kv_cache_scheme": None, "quantization_status": "compressed"}
+
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "modules_to_not_convert": SKIPPED}
+MODELOPT = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": SKIPPED}
+LAYOUTS = {
+    "fp8 blocks": Layout(
+        lambda name, weight: in_blocks(name, weight, "_scale_inv"),
+        FP8 | {"weight_block_size": list(BLOCK)},
+    ),
+    "fp8 blocks, bfloat16 scales": Layout(
+        lambda name, weight: in_blocks(name, weight, "_scale_inv", torch.bfloat16),
+        FP8 | {"weight_block_size": list(BLOCK)},
+    ),
+    "fp8 per tensor": Layout(
+        lambda name, weight: per_tensor(name, weight, "_scale_inv", "activation_scale"),
+        FP8 | {"activation_scheme": "static", "weight_block_size": None},
+    ),
+    "compressed per tensor": Layout(
+        lambda name, weight: per_tensor(name, weight, "_scale", "input_scale", 1),
+        compressed("float", "float-quantized", strategy="tensor"),
+    ),
+    "compressed per channel": Layout(
+        lambda name, weight: per_channel(name, weight, 1), compressed("float", "float-quantized", strategy="channel")
+    ),
+    "compressed blocks": Layout(
+        lambda name, weight: in_blocks(name, weight, "_scale"),
+        compressed("float", "float-quantized", strategy="block", block_structure=list(BLOCK)),
+    ),
+    "compressed int8": Layout(int8, compressed("int", "int-quantized", strategy="channel")),
+    "compressed int4": Layout(packed_int4, compressed("int", "pack-quantized", 4, strategy="group", group_size=GROUP)),
+    "modelopt": Layout(
+        lambda name, weight: per_tensor(name, weight, "_scale", "input_scale"),
+        {"producer": {"name": "modelopt"}, "quantization": MODELOPT},
+        "hf_quant_config.json",
+    ),
+    "modelopt per channel": Layout(
+        per_channel, {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "ignore": SKIPPED}
+    ),
+    "mxfp4": Layout(mxfp4, {"quant_method": "mxfp4", "modules_to_not_convert": SKIPPED}),
+}
+
+
+def quantize_folder(plain: Path, folder: Path, layout: Layout, num_shards: int = 1) -> None:
+    """Write `folder` with the linear weights of `plain`, or the experts of gpt-oss, in one layout."""
+    shutil.copytree(plain, folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if _is_quantized(name, layout)]:
+        tensors |= layout.write(name, tensors.pop(name).float())
+    write_shards(folder, tensors, num_shards)
+    path = folder / layout.file
+    content = json.loads(path.read_text()) | {"quantization_config": layout.config} if path.is_file() else layout.config
+    path.write_text(json.dumps(content))
+
+
+def write_shards(folder: Path, tensors: dict[str, torch.Tensor], num_shards: int) -> None:
+    """Deal the tensors out one after the other, so that numbers and scales of a weight are in different files."""
+    (folder / "model.safetensors").unlink()
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    names = sorted(tensors)
+    files = [f"model-{index + 1:05d}-of-{num_shards:05d}.safetensors" for index in range(num_shards)]
+    files = files if num_shards > 1 else ["model.safetensors"]
+    for index, file in enumerate(files):
+        save_file({name: tensors[name] for name in names[index::num_shards]}, folder / file, {"format": "pt"})
+    if num_shards > 1:
+        weight_map = {name: files[index % num_shards] for index, name in enumerate(names)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def _is_quantized(name: str, layout: Layout) -> bool:
+    if layout.write is mxfp4:
+        return name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    return name.endswith("_proj.weight") and ".visual." not in name
