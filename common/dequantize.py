@@ -1,5 +1,6 @@
 """Quantized weights as plain ones: each number times its scale in float32, then rounded once to the dtype that is needed."""
 
+import logging
 from pathlib import Path
 from types import EllipsisType
 from typing import Any
@@ -9,6 +10,8 @@ from safetensors import safe_open
 
 from common.quantization import ALL
 from common.quantized_weights import QuantizedWeight, find_quantized_weights, is_ignored, read_headers
+
+log = logging.getLogger(__name__)
 
 _FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # E2M1 by its bits
 _CHUNK_ELEMENTS = 1 << 24  # of a weight that are in float32 at a time
@@ -54,6 +57,10 @@ def open_dequantized(folder: Path, device: torch.device, dtype: torch.dtype) -> 
     for name, weight in weights.items():
         numbers, scales = slices.pop(weight.numbers), slices.pop(weight.scales)
         slices[name] = DequantizedSlice(weight, numbers, scales, device, dtype)
+    ignored = sorted({name.rpartition(".")[2] for name in headers if is_ignored(name)})
+    log.info(
+        "%d quantized weights are dequantized while they are read, %s ignored", len(weights), ", ".join(ignored) or "nothing"
+    )
     return slices
 
 
