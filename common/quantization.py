@@ -1,12 +1,12 @@
 """The rule by which a checkpoint is quantized, from its JSON files: nothing here reads a tensor or loads torch.
 
 A rule says how the tensors of a weight are named and typed, and how many rows and columns of the weight share a scale. A
-weight is its number times its scale, in float32. What has no such rule is refused by name.
+weight is its number, less its zero point where it has one, times its scale, in float32. What has no rule is refused by name.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -19,18 +19,30 @@ ALL = 0  # rows or columns of a block: as many as the weight has
 _KEYS = ("quantization_config", "compression_config", "quantization")
 _MX_BLOCK = (1, 32)
 _MODELOPT_BLOCKS = {"FP8": (ALL, ALL), "FP8_PER_CHANNEL_PER_TOKEN": (1, ALL), "FP8_PB_WO": (128, 128)}
+_KNOWN = "fp8, compressed-tensors, modelopt, mxfp4, awq and gptq in a form known here"
 _PACKED_BITS = (4, 8)
 
 
 class Rule(NamedTuple):
-    """Suffixes are added to the name of the weight, such as `q_proj.weight` or `experts.down_proj`."""
+    """Suffixes are added to the name of the weight without `plain`."""
 
-    numbers: str  # suffix of the numbers; "" where they have the name of the weight
+    coding: Literal["plain", "mxfp4", "packed", "awq", "gptq", "gptq_v2"]  # of the numbers
+    numbers: str  # suffix of the numbers, such as "_packed"
     scales: str
     types: tuple[str, ...]  # of the numbers
-    blocks: frozenset[tuple[int, int]]  # rows and columns of a weight that share a scale
+    blocks: frozenset[tuple[int, int]]  # rows and columns of a stored weight that share a scale
     per_element: int = 1  # weights in an element of the numbers
-    transposed: bool = False  # the model has rows and columns exchanged
+    plain: str = ""  # suffix that a plain checkpoint has in the place of `numbers`
+    is_ordered: bool = False  # rows belong to groups by a table that must be there
+
+    @property
+    def has_zeros(self) -> bool:
+        return self.coding in ("awq", "gptq", "gptq_v2")
+
+    @property
+    def is_transposed(self) -> bool:
+        """Rows of the stored weight are columns of the model's."""
+        return self.has_zeros or self.coding == "mxfp4"
 
 
 class _Weights(msgspec.Struct):
@@ -69,8 +81,7 @@ def read_rule(folder: Path) -> Rule | None:
             raise _UnknownError(f"two that differ, {' and '.join(name for name, _ in found)}")
         return _make_rule(content)
     except (_UnknownError, msgspec.ValidationError, TypeError, AttributeError) as error:
-        known = "fp8, compressed-tensors, modelopt or mxfp4 that this version knows"
-        raise ModelError(f"model.path: needed plain weights or a layout of {known}, found {key} {error} in {folder}") from error
+        raise ModelError(f"model.path: needed plain weights or one of {_KNOWN}, found {key} {error} in {folder}") from error
 
 
 def _find(value: Any) -> Iterator[tuple[str, Any]]:
@@ -90,14 +101,29 @@ def _make_rule(content: Any) -> Rule:
     match method:
         case "fp8":
             block = content.get("weight_block_size")
-            return Rule("", "_scale_inv", FLOAT8, frozenset([_block(block) if block else (ALL, ALL)]))
+            return Rule("plain", "", "_scale_inv", FLOAT8, frozenset([_block(block) if block else (ALL, ALL)]))
         case "mxfp4":
-            return Rule("_blocks", "_scales", ("U8",), frozenset([_MX_BLOCK]), per_element=2, transposed=True)
+            return Rule("mxfp4", "_blocks", "_scales", ("U8",), frozenset([_MX_BLOCK]), per_element=2)
         case "modelopt":
-            return Rule("", "_scale", FLOAT8, frozenset(_modelopt_blocks(content)))
+            return Rule("plain", "", "_scale", FLOAT8, frozenset(_modelopt_blocks(content)))
         case "compressed-tensors":
             return _compressed_rule(content)
+        case "awq" | "gptq":
+            return _group_rule(content, method)
     raise _UnknownError(str(method or "of no quant_method"))
+
+
+def _group_rule(content: dict[str, Any], method: str) -> Rule:
+    """Return the rule of AWQ or GPTQ, which store [in, out] with a zero point and a scale for every group of rows."""
+    coding = content.get("checkpoint_format") or "gptq" if method == "gptq" else "awq"
+    num_bits, version = content.get("bits", content.get("w_bit")), content.get("version", "gemm")
+    supported = coding in ("gptq", "gptq_v2") and num_bits in _PACKED_BITS
+    if not supported and (coding, num_bits, str(version).lower()) != ("awq", 4, "gemm"):
+        raise _UnknownError(f"{method} {content.get('checkpoint_format') or version} of {num_bits} bits")
+    size = content.get("group_size", content.get("q_group_size"))
+    block = (ALL, 1) if size == -1 else _block((size, 1))
+    ordered = bool(content.get("desc_act"))
+    return Rule(coding, "qweight", "scales", ("I32",), frozenset([block]), 32 // num_bits, "weight", ordered)
 
 
 def _block(value: Any) -> tuple[int, int]:
@@ -129,9 +155,9 @@ def _compressed_rule(content: dict[str, Any]) -> Rule:
     blocks = frozenset(_compressed_block(each) for each in weights)
     kinds = {(each.type, each.num_bits) for each in weights}
     if name in ("float-quantized", "int-quantized", "naive-quantized") and kinds <= {("float", 8), ("int", 8)}:
-        return Rule("", "_scale", FLOAT8 + INT8, blocks)
+        return Rule("plain", "", "_scale", FLOAT8 + INT8, blocks)
     if name == "pack-quantized" and kinds in [{("int", num_bits)} for num_bits in _PACKED_BITS]:
-        return Rule("_packed", "_scale", ("I32",), blocks, per_element=32 // weights[0].num_bits)
+        return Rule("packed", "_packed", "_scale", ("I32",), blocks, per_element=32 // weights[0].num_bits)
     found = ", ".join(f"{num_bits}-bit {kind}" for kind, num_bits in sorted(kinds))
     raise _UnknownError(f"compressed-tensors {name} of {found}")
 

@@ -27,13 +27,19 @@ class Header(NamedTuple):
 
 
 class QuantizedWeight(NamedTuple):
-    """A weight of `shape` [..., rows, columns], as the checkpoint orders them, in two tensors of it."""
+    """A weight of `shape` [..., rows, columns], as the checkpoint orders them, and the names of its tensors."""
 
     shape: tuple[int, ...]
     numbers: str
     scales: str
     block: tuple[int, int]  # rows and columns that share a scale
     rule: Rule
+    zeros: str = ""  # packed zero points [groups, columns], if the rule has some
+    groups: str = ""  # group of every row, where it is not the next one after so many rows
+
+    @property
+    def tensors(self) -> list[str]:
+        return [name for name in (self.numbers, self.scales, self.zeros, self.groups) if name]
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -59,7 +65,7 @@ def find_quantized_weights(folder: Path) -> dict[str, QuantizedWeight]:
         return {}
     headers = read_headers(folder)
     found = {
-        name.removesuffix(rule.numbers): _make_weight(folder, name, rule, headers)
+        name.removesuffix(rule.numbers) + rule.plain: _make_weight(folder, name, rule, headers)
         for name, header in headers.items()
         if header.type in rule.types and name.endswith(rule.numbers)
     }
@@ -71,7 +77,7 @@ def find_consumed(folder: Path) -> set[str]:
     """Return the names of tensors that a loader does not see: numbers and scales of quantized weights, and ignored tensors."""
     weights = find_quantized_weights(folder).values()
     ignored = {name for name in read_headers(folder) if is_ignored(name)} if weights else set()
-    return ignored.union(*((weight.numbers, weight.scales) for weight in weights))
+    return ignored.union(*(weight.tensors for weight in weights))
 
 
 def is_ignored(name: str) -> bool:
@@ -103,26 +109,42 @@ def read_headers(folder: Path) -> dict[str, Header]:
 
 
 def _make_weight(folder: Path, numbers: str, rule: Rule, headers: dict[str, Header]) -> QuantizedWeight:
-    name = numbers.removesuffix(rule.numbers)
-    scales, shape = name + rule.scales, _weight_shape(headers[numbers].shape, rule)
+    prefix = numbers.removesuffix(rule.numbers)
+    scales, shape = prefix + rule.scales, _weight_shape(headers[numbers].shape, rule)
     if scales not in headers:
         raise ModelError(f"{folder}: needed {scales}, the scales of {numbers} ({headers[numbers].type}), found none")
     found = headers[scales]
-    if found.type not in (*_SCALE_TYPES, *(("U8",) if rule.types == ("U8",) else ())):
+    if found.type not in (*_SCALE_TYPES, *(("U8",) if rule.coding == "mxfp4" else ())):
         raise ModelError(f"{folder}: needed {scales} of type {', '.join(_SCALE_TYPES)}, found {found.type}")
     needed: list[tuple[int, ...]] = []
     if len(shape) > 1:
         for block in sorted(rule.blocks):
             shapes = _scale_shapes(shape, block)
             if found.shape in shapes:
-                return QuantizedWeight(shape, numbers, scales, block, rule)
+                weight = QuantizedWeight(shape, numbers, scales, block, rule)
+                return _add_zeros(folder, prefix, weight, headers) if rule.has_zeros else weight
             needed += shapes[:1]
     wanted = " or ".join(str(list(each)) for each in needed) or "a weight of rows and columns"
     raise ModelError(f"{folder}: needed {scales} {wanted} for {numbers} {list(shape)}, found {list(found.shape)}")
 
 
+def _add_zeros(folder: Path, prefix: str, weight: QuantizedWeight, headers: dict[str, Header]) -> QuantizedWeight:
+    zeros, groups = f"{prefix}qzeros", f"{prefix}g_idx"
+    needed = {zeros: (weight.grid[0], weight.shape[1] // weight.rule.per_element)}
+    if groups in headers or weight.rule.is_ordered:
+        needed[groups] = (weight.shape[0],)
+    for name, shape in needed.items():
+        found = headers.get(name)
+        if found is None or found[:2] != ("I32", shape):
+            what = "none" if found is None else f"{found.type} {list(found.shape)}"
+            raise ModelError(f"{folder}: needed {name} I32 {list(shape)}, found {what}")
+    return weight._replace(zeros=zeros, groups=groups if groups in needed else "")
+
+
 def _weight_shape(shape: tuple[int, ...], rule: Rule) -> tuple[int, ...]:
-    if rule.transposed:  # [..., rows, blocks, bytes of a block]
+    if rule.coding.startswith("gptq") and shape:  # packed along the rows
+        return (shape[0] * rule.per_element, *shape[1:])
+    if rule.coding == "mxfp4":  # [..., rows, blocks, bytes of a block]
         shape = (*shape[:-2], math.prod(shape[-2:]))
     return (*shape[:-1], shape[-1] * rule.per_element) if shape else shape
 
@@ -143,7 +165,7 @@ def _scale_shapes(shape: tuple[int, ...], block: tuple[int, int]) -> list[tuple[
 
 def _refuse_others(folder: Path, rule: Rule | None, found: dict[str, QuantizedWeight], headers: dict[str, Header]) -> None:
     """Raise ModelError for quantized numbers that follow no rule, and for unknown tensors beside a quantized weight."""
-    known = {name for weight in found.values() for name in (weight.numbers, weight.scales)}
+    known = {name for weight in found.values() for name in weight.tensors}
     for name, header in headers.items():
         if name in known or is_ignored(name):
             continue
@@ -151,6 +173,6 @@ def _refuse_others(folder: Path, rule: Rule | None, found: dict[str, QuantizedWe
             raise ModelError(f"{folder}: needed weights of 16 bits or more, or scales, found {name} {header.type}")
         module, _, last = name.rpartition(".")
         owners = [f"{module}.{last[:end]}" for end, letter in enumerate(last) if letter == "_"] + [f"{module}.weight"]
-        orphan = rule is not None and name.endswith(f"weight{rule.scales}")
+        orphan = rule is not None and name.endswith(rule.scales if rule.plain else f"weight{rule.scales}")
         if orphan or (not last.endswith("bias") and any(owner in found for owner in owners)):
             raise ModelError(f"{folder}: needed quantized weights of numbers and scales only, found {name} beside them")

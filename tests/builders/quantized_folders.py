@@ -13,6 +13,7 @@ Write = Callable[[str, torch.Tensor], dict[str, torch.Tensor]]  # name of a weig
 
 BLOCK = (20, 12)  # of 32 rows or 48 columns the last blocks are cut
 GROUP = 16
+EXTREMES = (("min", (None, 0.0)), ("max", (0.0, None)))
 SKIPPED = ["lm_head", "model.visual", "model.language_model.layers.0.linear_attn.conv1d"]  # as wrappers name them
 
 
@@ -56,14 +57,46 @@ def int8(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def packed_int4(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Eight numbers from -8 to 7 in an int32, the first in the lowest bits, each 8 larger than it is."""
+    """Numbers from -8 to 7, each stored 8 larger than it is."""
     groups = weight.unflatten(1, (-1, GROUP))
     scale = (groups.abs().amax(2) / 7).bfloat16()
     codes = (groups / scale[:, :, None]).round().clamp(-8, 7).to(torch.int64).flatten(1) + 8
-    packed = sum(codes[:, index::8] << (4 * index) for index in range(8))
+    return {f"{name}_packed": to_words(codes), f"{name}_scale": scale, f"{name}_shape": torch.tensor(weight.shape)}
+
+
+def to_words(codes: torch.Tensor) -> torch.Tensor:
+    """Pack unsigned numbers [..., columns] of four bits, eight in an int32, the first in the lowest bits."""
+    packed = sum(codes[..., index::8].to(torch.int64) << (4 * index) for index in range(8))
     assert isinstance(packed, torch.Tensor)
-    words = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
-    return {f"{name}_packed": words, f"{name}_scale": scale, f"{name}_shape": torch.tensor(weight.shape)}
+    return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+
+
+def in_groups(weight: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return numbers [in, out], zero points [groups, out] and scales of a weight [out, in] whose columns belong to groups."""
+    members = [weight.T[groups == group] for group in range(int(groups.max()) + 1)]
+    low, high = (torch.stack([getattr(rows, name)(0).values.clamp(*bound) for rows in members]) for name, bound in EXTREMES)
+    scales = ((high - low) / 15).half()
+    zeros = (-low / scales).round().clamp(1, 15)
+    return (weight.T / scales[groups] + zeros[groups]).round().clamp(0, 15).int(), zeros.int(), scales
+
+
+def awq(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Bits hold columns 0, 2, 4, 6, 1, 3, 5, 7 of eight."""
+    numbers, zeros, scales = in_groups(weight, torch.arange(weight.shape[1]) // GROUP)
+    qweight, qzeros = (
+        to_words(each.unflatten(1, (-1, 8))[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1)) for each in (numbers, zeros)
+    )
+    module = name.removesuffix("weight")
+    return {f"{module}qweight": qweight, f"{module}qzeros": qzeros, f"{module}scales": scales}
+
+
+def gptq(name: str, weight: torch.Tensor, ordered: bool, offset: int) -> dict[str, torch.Tensor]:
+    groups = torch.arange(weight.shape[1]) // GROUP
+    groups = groups[torch.randperm(len(groups))] if ordered else groups
+    numbers, zeros, scales = in_groups(weight, groups)
+    module = name.removesuffix("weight")
+    found = {"qweight": to_words(numbers.T).T, "qzeros": to_words(zeros - offset), "scales": scales, "g_idx": groups.int()}
+    return {f"{module}{part}": tensor for part, tensor in found.items()}
 
 
 def mxfp4(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -85,6 +118,7 @@ def compressed(kind: str, format: str, num_bits: int = 8, **weights: Any) -> dic
 
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "modules_to_not_convert": SKIPPED}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}
 MODELOPT = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": SKIPPED}
 LAYOUTS = {
     "fp8 blocks": Layout(
@@ -120,6 +154,10 @@ LAYOUTS = {
     "modelopt per channel": Layout(
         per_channel, {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "ignore": SKIPPED}
     ),
+    "awq": Layout(awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}),
+    "gptq": Layout(lambda name, weight: gptq(name, weight, False, 1), GPTQ),
+    "gptq ordered": Layout(lambda name, weight: gptq(name, weight, True, 1), GPTQ | {"desc_act": True}),
+    "gptq_v2": Layout(lambda name, weight: gptq(name, weight, True, 0), GPTQ | {"checkpoint_format": "gptq_v2"}),
     "mxfp4": Layout(mxfp4, {"quant_method": "mxfp4", "modules_to_not_convert": SKIPPED}),
 }
 

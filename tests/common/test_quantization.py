@@ -13,6 +13,7 @@ from common.quantization import ALL, read_rule
 TINY = Path("launch/configs/tiny.toml")
 SHAPE: dict[str, Any] = json.loads(Path("launch/configs/tiny_target/config.json").read_text())
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
 
@@ -37,8 +38,14 @@ def compressed(*weights: dict[str, Any] | None, format: str = "pack-quantized", 
             {"quantization_config": {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "W4A8_AWQ"}}}},
             "quantization_config modelopt W4A8_AWQ",
         ),
-        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantization_config awq"),
-        ({"text_config": SHAPE | {"quantization_config": {"quant_method": "gptq"}}}, "quantization_config gptq"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 8}}, "quantization_config awq gemm of 8 bits"),
+        (
+            {"quantization_config": {"quant_method": "awq", "bits": 4, "version": "gemv"}},
+            "quantization_config awq gemv of 4 bits",
+        ),
+        ({"text_config": SHAPE | {"quantization_config": GPTQ | {"bits": 3}}}, "quantization_config gptq gemm of 3 bits"),
+        ({"quantization_config": GPTQ | {"checkpoint_format": "marlin"}}, "quantization_config gptq marlin of 4 bits"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config bitsandbytes"),
         ({"quantization_config": {"load_in_4bit": True}}, "quantization_config of no quant_method"),
         ({"quantization_config": "fp8"}, "quantization_config 'fp8'"),
         ({"quantization": {"bits": 4, "group_size": 64}}, "quantization of no quant_method"),
@@ -98,7 +105,7 @@ def test_a_quantization_without_a_rule_is_refused(tmp_path: Path, keys: dict[str
     folder = make_target(tmp_path / "target", **keys)
     with pytest.raises(ModelError) as caught:
         config.load(TINY, [f"model.path={folder}", "model.random_init=false"])
-    needed = "plain weights or a layout of fp8, compressed-tensors, modelopt or mxfp4 that this version knows"
+    needed = "plain weights or one of fp8, compressed-tensors, modelopt, mxfp4, awq and gptq in a form known here"
     assert str(caught.value) == f"model.path: needed {needed}, found {found} in {folder}"
     config.load(TINY, [f"model.path={folder}", "model.random_init=true"])  # reads no weights
 
@@ -112,6 +119,8 @@ def test_a_quantization_without_a_rule_is_refused(tmp_path: Path, keys: dict[str
         ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}}, {(128, 128)}),
         ({"quantization_config": {"producer": {}, "quantization": {"quant_algo": "FP8"}}}, {(ALL, ALL)}),
         ({"quantization_config": {"quant_method": "mxfp4"}}, {(1, 32)}),
+        ({"quantization_config": {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "version": "GEMM"}}, {(64, 1)}),
+        ({"quantization_config": GPTQ | {"group_size": -1}}, {(ALL, 1)}),
         ({"quantization_config": compressed(INT4)}, {(1, 32)}),
         (
             {"compression_config": compressed(FLOAT8, {"num_bits": 8, "type": "int"}, None, format="naive-quantized")},

@@ -56,11 +56,37 @@ def read_mxfp4(blocks: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(values.reshape(experts, rows, -1).astype(np.float32)).transpose(1, 2)
 
 
+def nibble(words: torch.Tensor, row: int, column: int, position: int) -> int:
+    return (int(words[row, column]) >> (4 * position)) & 15
+
+
+def read_groups(tensors: dict[str, torch.Tensor], module: str, layout: str) -> torch.Tensor:
+    """Return a weight of AWQ or GPTQ [out, in], one element after the other."""
+    qweight, qzeros, scales = (tensors[module + part] for part in ("qweight", "qzeros", "scales"))
+    groups = tensors.get(f"{module}g_idx")
+    num_rows, num_columns = len(qweight) * (8 if groups is not None else 1), scales.shape[1]
+    weight = np.empty((num_columns, num_rows), dtype=np.float32)
+    for row in range(num_rows):
+        group = row // GROUP if groups is None else int(groups[row])
+        for column in range(num_columns):
+            if groups is None:
+                position = (0, 4, 1, 5, 2, 6, 3, 7)[column % 8]
+                number, zero = (nibble(qweight, row, column // 8, position), nibble(qzeros, group, column // 8, position))
+            else:
+                number, zero = nibble(qweight, row // 8, column, row % 8), nibble(qzeros, group, column // 8, column % 8)
+                zero += layout != "gptq_v2"
+            weight[column, row] = np.float32(number - zero) * np.float32(scales[group, column])
+    return torch.from_numpy(weight)
+
+
 def dequantize(tensors: dict[str, torch.Tensor], layout: str) -> dict[str, torch.Tensor]:
     """Return the tensors of a plain checkpoint by the published rules, written apart from the code of the loader."""
     plain = {}
     for name, tensor in tensors.items():
-        if name.endswith(("_scale", "_scale_inv", "_scales", "_shape")):
+        if name.endswith(("_scale", "_scale_inv", "_scales", "_shape", "qzeros", ".scales", "g_idx")):
+            continue
+        if name.endswith("qweight"):
+            plain[name.removesuffix("qweight") + "weight"] = read_groups(tensors, name.removesuffix("qweight"), layout)
             continue
         if name.endswith("_blocks"):
             plain[name.removesuffix("_blocks")] = read_mxfp4(tensor, tensors[name.replace("_blocks", "_scales")])
@@ -153,6 +179,11 @@ def test_every_layout_gives_the_numbers_of_its_rule(kind: str, layout: str, tmp_
             {"weight_g_idx": ones(32).int()},
             "scales only, found {weight}_g_idx beside",
         ),
+        ("gptq", "scales", {}, r"needed {module}scales, the scales of {module}qweight \(I32\), found none"),
+        ("gptq", "qzeros", {}, r"needed {module}qzeros I32 \[2, 6\], found none"),
+        ("gptq ordered", "g_idx", {}, r"needed {module}g_idx I32 \[32\], found none"),
+        ("awq", "", {"qzeros": ones(2, 5).int()}, r"needed {module}qzeros I32 \[2, 6\], found I32 \[2, 5\]"),
+        ("awq", "qweight", {"weight": ones(48, 32)}, "scales only, found {module}scales beside them"),
         ("modelopt", "", {"pre_quant_scale": ones(32)}, r"scales only, found {module}pre_quant_scale beside them"),
         ("modelopt", "", {"weight_scale": ones(1).int()}, r"needed {weight}_scale of type .*, found I32"),
         ("modelopt", "", {"weight": ones(48, 32)}, r"scales only, found {weight}_scale beside them"),
