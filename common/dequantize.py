@@ -74,7 +74,7 @@ def open_dequantized(folder: Path, device: torch.device, dtype: torch.dtype) -> 
         SafetensorError: a file is damaged.
     """
     weights, headers = find_quantized_weights(folder), read_headers(folder)
-    files = {path: safe_open(path, framework="pt") for path in {header.file for header in headers.values()}}
+    files: dict[Path, Any] = {path: safe_open(path, framework="pt") for path in {header.file for header in headers.values()}}
     slices = {name: files[header.file].get_slice(name) for name, header in headers.items() if not is_ignored(name)}
     for name, weight in weights.items():
         own = {tensor: slices.pop(tensor) for tensor in weight.tensors}

@@ -115,8 +115,9 @@ def _make_rule(content: Any) -> Rule:
 
 def _group_rule(content: dict[str, Any], method: str) -> Rule:
     """Return the rule of AWQ or GPTQ, which store [in, out] with a zero point and a scale for every group of rows."""
-    coding = content.get("checkpoint_format") or "gptq" if method == "gptq" else "awq"
-    num_bits, version = content.get("bits", content.get("w_bit")), content.get("version", "gemm")
+    coding: Any = content.get("checkpoint_format") or "gptq" if method == "gptq" else "awq"
+    num_bits: Any = content.get("bits", content.get("w_bit"))
+    version = content.get("version", "gemm")
     supported = coding in ("gptq", "gptq_v2") and num_bits in _PACKED_BITS
     if not supported and (coding, num_bits, str(version).lower()) != ("awq", 4, "gemm"):
         raise _UnknownError(f"{method} {content.get('checkpoint_format') or version} of {num_bits} bits")

@@ -130,7 +130,7 @@ def _make_weight(folder: Path, numbers: str, rule: Rule, headers: dict[str, Head
 
 def _add_zeros(folder: Path, prefix: str, weight: QuantizedWeight, headers: dict[str, Header]) -> QuantizedWeight:
     zeros, groups = f"{prefix}qzeros", f"{prefix}g_idx"
-    needed = {zeros: (weight.grid[0], weight.shape[1] // weight.rule.per_element)}
+    needed: dict[str, tuple[int, ...]] = {zeros: (weight.grid[0], weight.shape[1] // weight.rule.per_element)}
     if groups in headers or weight.rule.is_ordered:
         needed[groups] = (weight.shape[0],)
     for name, shape in needed.items():

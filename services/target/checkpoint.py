@@ -33,8 +33,7 @@ def load_pretrained(
         config = config.get_text_config()
     for key in ("quantization_config", "compression_config"):
         config.__dict__.pop(key, None)  # or transformers would quantize the model again
-    dtype = dtype or config.dtype or torch.bfloat16
-    loaded = model_class.from_pretrained(
-        None, config=config, state_dict=open_dequantized(folder, device, dtype), dtype=dtype, **settings
-    )
+    wanted: Any = dtype or config.dtype or torch.bfloat16
+    weights = open_dequantized(folder, device, wanted)
+    loaded = model_class.from_pretrained(None, config=config, state_dict=weights, dtype=wanted, **settings)
     return loaded

@@ -56,52 +56,54 @@ def int8(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: (weight / scale).round().to(torch.int8), f"{name}_scale": scale}
 
 
-def packed_int4(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Numbers from -8 to 7, each stored 8 larger than it is."""
-    groups = weight.unflatten(1, (-1, GROUP))
-    scale = (groups.abs().amax(2) / 7).bfloat16()
-    codes = (groups / scale[:, :, None]).round().clamp(-8, 7).to(torch.int64).flatten(1) + 8
-    return {f"{name}_packed": to_words(codes), f"{name}_scale": scale, f"{name}_shape": torch.tensor(weight.shape)}
+def packed_int(name: str, weight: torch.Tensor, bits: int) -> dict[str, torch.Tensor]:
+    """Numbers of four bits from -8 to 7, each stored 8 larger than it is; those of eight bits likewise."""
+    groups, half = weight.reshape(len(weight), -1, GROUP), 1 << (bits - 1)
+    scale = (groups.abs().amax(2) / (half - 1)).bfloat16()
+    codes = (groups / scale[:, :, None]).round().clamp(-half, half - 1).to(torch.int64).flatten(1) + half
+    return {f"{name}_packed": to_words(codes, bits), f"{name}_scale": scale, f"{name}_shape": torch.tensor(weight.shape)}
 
 
-def to_words(codes: torch.Tensor) -> torch.Tensor:
-    """Pack unsigned numbers [..., columns] of four bits, eight in an int32, the first in the lowest bits."""
-    packed = sum(codes[..., index::8].to(torch.int64) << (4 * index) for index in range(8))
+def to_words(codes: torch.Tensor, bits: int = 4) -> torch.Tensor:
+    """Pack unsigned numbers [..., columns] into int32, the first in the lowest bits."""
+    number = 32 // bits
+    packed = sum(codes[..., index::number].to(torch.int64) << (bits * index) for index in range(number))
     assert isinstance(packed, torch.Tensor)
     return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
 
 
-def in_groups(weight: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def in_groups(weight: torch.Tensor, groups: torch.Tensor, bits: int = 4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return numbers [in, out], zero points [groups, out] and scales of a weight [out, in] whose columns belong to groups."""
+    high_code = (1 << bits) - 1
     members = [weight.T[groups == group] for group in range(int(groups.max()) + 1)]
     low, high = (torch.stack([getattr(rows, name)(0).values.clamp(*bound) for rows in members]) for name, bound in EXTREMES)
-    scales = ((high - low) / 15).half()
-    zeros = (-low / scales).round().clamp(1, 15)
-    return (weight.T / scales[groups] + zeros[groups]).round().clamp(0, 15).int(), zeros.int(), scales
+    scales = ((high - low) / high_code).half()
+    zeros = (-low / scales).round().clamp(1, high_code)
+    return (weight.T / scales[groups] + zeros[groups]).round().clamp(0, high_code).int(), zeros.int(), scales
 
 
 def awq(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """Bits hold columns 0, 2, 4, 6, 1, 3, 5, 7 of eight."""
     numbers, zeros, scales = in_groups(weight, torch.arange(weight.shape[1]) // GROUP)
     qweight, qzeros = (
-        to_words(each.unflatten(1, (-1, 8))[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1)) for each in (numbers, zeros)
+        to_words(each.reshape(len(each), -1, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1)) for each in (numbers, zeros)
     )
     module = name.removesuffix("weight")
     return {f"{module}qweight": qweight, f"{module}qzeros": qzeros, f"{module}scales": scales}
 
 
-def gptq(name: str, weight: torch.Tensor, ordered: bool, offset: int) -> dict[str, torch.Tensor]:
+def gptq(name: str, weight: torch.Tensor, ordered: bool, offset: int, bits: int = 4) -> dict[str, torch.Tensor]:
     groups = torch.arange(weight.shape[1]) // GROUP
     groups = groups[torch.randperm(len(groups))] if ordered else groups
-    numbers, zeros, scales = in_groups(weight, groups)
+    numbers, zeros, scales = in_groups(weight, groups, bits)
     module = name.removesuffix("weight")
-    found = {"qweight": to_words(numbers.T).T, "qzeros": to_words(zeros - offset), "scales": scales, "g_idx": groups.int()}
-    return {f"{module}{part}": tensor for part, tensor in found.items()}
+    found = {"qweight": to_words(numbers.T, bits).T, "qzeros": to_words(zeros - offset, bits), "scales": scales}
+    return {f"{module}{part}": tensor for part, tensor in found.items()} | {f"{module}g_idx": groups.int()}
 
 
 def mxfp4(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """Experts [experts, in, out] of gpt-oss: 32 numbers along `in` share an exponent, two of them are a byte."""
-    blocks = weight.transpose(1, 2).unflatten(2, (-1, 32)).contiguous()
+    blocks = weight.transpose(1, 2).contiguous().reshape(len(weight), weight.shape[2], -1, 32)
     exponents = (blocks.abs().amax(3).log2().floor() - 2).clamp(-127, 127)
     levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     codes = ((blocks.abs() / exponents.exp2()[..., None])[..., None] - levels).abs().argmin(-1) + 8 * (blocks < 0)
@@ -145,7 +147,14 @@ LAYOUTS = {
         compressed("float", "float-quantized", strategy="block", block_structure=list(BLOCK)),
     ),
     "compressed int8": Layout(int8, compressed("int", "int-quantized", strategy="channel")),
-    "compressed int4": Layout(packed_int4, compressed("int", "pack-quantized", 4, strategy="group", group_size=GROUP)),
+    "compressed int4": Layout(
+        lambda name, weight: packed_int(name, weight, 4),
+        compressed("int", "pack-quantized", 4, strategy="group", group_size=GROUP),
+    ),
+    "compressed int8 packed": Layout(
+        lambda name, weight: packed_int(name, weight, 8),
+        compressed("int", "pack-quantized", 8, strategy="group", group_size=GROUP),
+    ),
     "modelopt": Layout(
         lambda name, weight: per_tensor(name, weight, "_scale", "input_scale"),
         {"producer": {"name": "modelopt"}, "quantization": MODELOPT},
@@ -157,6 +166,7 @@ LAYOUTS = {
     "awq": Layout(awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}),
     "gptq": Layout(lambda name, weight: gptq(name, weight, False, 1), GPTQ),
     "gptq ordered": Layout(lambda name, weight: gptq(name, weight, True, 1), GPTQ | {"desc_act": True}),
+    "gptq of 8 bits": Layout(lambda name, weight: gptq(name, weight, False, 1, 8), GPTQ | {"bits": 8}),
     "gptq_v2": Layout(lambda name, weight: gptq(name, weight, True, 0), GPTQ | {"checkpoint_format": "gptq_v2"}),
     "mxfp4": Layout(mxfp4, {"quant_method": "mxfp4", "modules_to_not_convert": SKIPPED}),
 }

@@ -1,110 +1,30 @@
 """Quantized checkpoints of every published layout give the numbers of the rule, bit for bit; damaged ones are errors."""
 
+import json
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import ones
 from transformers import GptOssConfig, GptOssForCausalLM
 
+from common.dequantize import open_dequantized
 from common.errors import ModelError
 from common.quantized_weights import check_quantization
 from launch.decoding.full_target import load_full_target
 from services.drafter.model.frozen import load_embedding_and_head
 from services.target.model import TargetModel
-from tests.builders.quantized_folders import BLOCK, GROUP, LAYOUTS, in_blocks, quantize_folder, write_shards
+from tests.builders.published_rules import dequantize, multiply, read_float8
+from tests.builders.quantized_folders import BLOCK, LAYOUTS, in_blocks, quantize_folder, write_shards
 from tests.builders.whole_models import CPU, SHAPE, VOCABULARY, make_config, make_folder
 
-Floats = NDArray[np.float32]
-LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
-
-def read_float8(numbers: torch.Tensor) -> Floats:
-    """Read E4M3 by its bits: a sign, four bits of exponent with bias 7, three of mantissa."""
-    bits = numbers.view(torch.uint8).numpy().astype(np.int32)
-    exponent, mantissa = (bits >> 3) & 15, bits & 7
-    size = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7))
-    return np.where(bits >> 7, -size, size).astype(np.float32)
-
-
-def multiply(numbers: Floats, scales: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Multiply each number by the scale of its block of rows x columns."""
-    factors = scales.float().numpy().reshape(-(-numbers.shape[0] // rows), -(-numbers.shape[1] // columns))
-    product = np.empty_like(numbers)
-    for row in range(numbers.shape[0]):
-        for column in range(numbers.shape[1]):
-            product[row, column] = numbers[row, column] * factors[row // rows, column // columns]
-    return torch.from_numpy(product)
-
-
-def read_int4(words: torch.Tensor) -> Floats:
-    unsigned = words.numpy().view(np.uint32)
-    return np.stack([(unsigned >> np.uint32(4 * index)) & 15 for index in range(8)], -1).reshape(len(words), -1) - np.float32(8)
-
-
-def read_mxfp4(blocks: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """Return [experts, columns, rows]."""
-    codes = np.stack([blocks.numpy() & 15, blocks.numpy() >> 4], -1).reshape(*blocks.shape[:-1], 32)
-    values = np.array([*LEVELS, *(-level for level in LEVELS)])[codes] * 2.0 ** (
-        exponents.numpy()[..., None].astype(float) - 127
-    )
-    experts, rows = values.shape[:2]
-    return torch.from_numpy(values.reshape(experts, rows, -1).astype(np.float32)).transpose(1, 2)
-
-
-def nibble(words: torch.Tensor, row: int, column: int, position: int) -> int:
-    return (int(words[row, column]) >> (4 * position)) & 15
-
-
-def read_groups(tensors: dict[str, torch.Tensor], module: str, layout: str) -> torch.Tensor:
-    """Return a weight of AWQ or GPTQ [out, in], one element after the other."""
-    qweight, qzeros, scales = (tensors[module + part] for part in ("qweight", "qzeros", "scales"))
-    groups = tensors.get(f"{module}g_idx")
-    num_rows, num_columns = len(qweight) * (8 if groups is not None else 1), scales.shape[1]
-    weight = np.empty((num_columns, num_rows), dtype=np.float32)
-    for row in range(num_rows):
-        group = row // GROUP if groups is None else int(groups[row])
-        for column in range(num_columns):
-            if groups is None:
-                position = (0, 4, 1, 5, 2, 6, 3, 7)[column % 8]
-                number, zero = (nibble(qweight, row, column // 8, position), nibble(qzeros, group, column // 8, position))
-            else:
-                number, zero = nibble(qweight, row // 8, column, row % 8), nibble(qzeros, group, column // 8, column % 8)
-                zero += layout != "gptq_v2"
-            weight[column, row] = np.float32(number - zero) * np.float32(scales[group, column])
-    return torch.from_numpy(weight)
-
-
-def dequantize(tensors: dict[str, torch.Tensor], layout: str) -> dict[str, torch.Tensor]:
-    """Return the tensors of a plain checkpoint by the published rules, written apart from the code of the loader."""
-    plain = {}
-    for name, tensor in tensors.items():
-        if name.endswith(("_scale", "_scale_inv", "_scales", "_shape", "qzeros", ".scales", "g_idx")):
-            continue
-        if name.endswith("qweight"):
-            plain[name.removesuffix("qweight") + "weight"] = read_groups(tensors, name.removesuffix("qweight"), layout)
-            continue
-        if name.endswith("_blocks"):
-            plain[name.removesuffix("_blocks")] = read_mxfp4(tensor, tensors[name.replace("_blocks", "_scales")])
-        elif name.endswith("_packed"):
-            scales = tensors[name.replace("_packed", "_scale")]
-            plain[name.removesuffix("_packed")] = multiply(read_int4(tensor), scales, 1, GROUP)
-        elif tensor.dtype in (torch.float8_e4m3fn, torch.int8):
-            scales = tensors.get(f"{name}_scale", tensors.get(f"{name}_scale_inv"))
-            assert scales is not None
-            numbers = read_float8(tensor) if tensor.dtype != torch.int8 else tensor.numpy().astype(np.float32)
-            rows, columns = tensor.shape
-            block = (
-                BLOCK if "blocks" in layout else (rows, columns) if "tensor" in layout or layout == "modelopt" else (1, columns)
-            )
-            plain[name] = multiply(numbers, scales, *block)
-        else:
-            plain[name] = tensor
-    return plain
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every weight in several parts, as large ones are."""
+    monkeypatch.setattr("common.dequantize._CHUNK_ELEMENTS", 64)
 
 
 def make_plain(kind: str, folder: Path) -> None:
@@ -215,6 +135,16 @@ def test_a_tensor_that_no_rule_and_no_layer_knows_is_an_error(tmp_path: Path) ->
         TargetModel.load(make_config(tmp_path / "quantized", [1]), CPU)
 
 
+def test_a_row_of_a_group_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    make_plain("llama", tmp_path / "plain")
+    quantize_folder(tmp_path / "plain", tmp_path / "quantized", LAYOUTS["gptq ordered"])
+    tensors = read_all(tmp_path / "quantized")
+    tensors["model.layers.0.mlp.up_proj.g_idx"][5] = 2
+    write_shards(tmp_path / "quantized", tensors, 1)
+    with pytest.raises(ModelError, match=r"up_proj\.g_idx: needed groups 0 to 1, found 0 to 2"):
+        TargetModel.load(make_config(tmp_path / "quantized", [1]), CPU)
+
+
 def test_numbers_without_a_quantization_are_refused(tmp_path: Path) -> None:
     make_plain("llama", tmp_path / "plain")
     quantize_folder(tmp_path / "plain", tmp_path / "quantized", LAYOUTS["fp8 blocks"])
@@ -247,6 +177,20 @@ def test_a_quantized_head_is_dequantized_for_the_drafter(tmp_path: Path) -> None
     _, found = load_embedding_and_head(make_config(tmp_path / "quantized", [1]), CPU)
     expected = multiply(read_float8(head["lm_head.weight"]), head["lm_head.weight_scale_inv"], *BLOCK)
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (2, 1, 3, 1)])
+def test_blocks_of_128_are_cut_at_the_ends(shape: tuple[int, ...], tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(5)
+    numbers = torch.randn(200, 300, generator=generator).to(torch.float8_e4m3fn)
+    scales = torch.rand(shape, generator=generator)
+    tensors = {"a.weight": numbers, "a.weight_scale": scales, "a.bias": ones(200)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    quantization = {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    found = open_dequantized(tmp_path, CPU, torch.float32)
+    assert found.keys() == {"a.weight", "a.bias"}
+    assert torch.equal(found["a.weight"][...], multiply(read_float8(numbers), scales, 128, 128))
 
 
 def test_weights_are_rounded_once_to_the_dtype_of_the_model(tmp_path: Path) -> None:
