@@ -25,8 +25,7 @@ def load_pretrained(
     settings |= {"device_map": {"": device}, "output_loading_info": True}
     loaded: tuple[PreTrainedModel, dict[str, Any]]
     if read_rule(folder) is None:
-        settings |= {"local_files_only": True, "use_safetensors": True, "dtype": dtype or "auto"}
-        loaded = auto.from_pretrained(folder, config=config, **settings)
+        loaded = auto.from_pretrained(folder, config=config, dtype=dtype or "auto", local_files_only=True, **settings)
         return loaded
     model_class: Any = _get_model_class(config, auto._model_mapping)  # type: ignore[no-untyped-call]
     if model_class.config_class is not type(config):  # the decoder in a multimodal wrapper

@@ -82,7 +82,7 @@ def _cut(text_config: PretrainedConfig, num_layers: int) -> None:
 def _read(folder: Path, text_config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     prefix = find_embedding(folder).removesuffix(EMBEDDING)
     try:
-        settings = {"attn_implementation": "sdpa", "key_mapping": {f"^{re.escape(prefix)}": ""}}
+        settings = {"attn_implementation": "sdpa", "key_mapping": {f"^{re.escape(prefix)}": ""}, "use_safetensors": True}
         decoder, report = load_pretrained(AutoModel, folder, text_config, device, dtype, **settings)
     except (ValueError, OSError, RuntimeError, ImportError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):

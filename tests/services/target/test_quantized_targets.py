@@ -13,6 +13,7 @@ from transformers import GptOssConfig, GptOssForCausalLM
 from common.dequantize import open_dequantized
 from common.errors import ModelError
 from common.quantized_weights import check_quantization
+from launch.data.generator import load_model
 from launch.decoding.full_target import load_full_target
 from services.drafter.model.frozen import load_embedding_and_head
 from services.target.model import TargetModel
@@ -191,6 +192,19 @@ def test_blocks_of_128_are_cut_at_the_ends(shape: tuple[int, ...], tmp_path: Pat
     found = open_dequantized(tmp_path, CPU, torch.float32)
     assert found.keys() == {"a.weight", "a.bias"}
     assert torch.equal(found["a.weight"][...], multiply(read_float8(numbers), scales, 128, 128))
+
+
+def test_a_model_that_answers_has_the_dtype_and_the_end_tokens_of_its_folder(tmp_path: Path) -> None:
+    make_plain("llama", tmp_path / "plain")
+    quantize_folder(tmp_path / "plain", tmp_path / "quantized", LAYOUTS["fp8 blocks"])
+    (tmp_path / "quantized" / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
+    content = json.loads((tmp_path / "quantized" / "config.json").read_text())
+    for dtype in (torch.float32, torch.bfloat16):
+        content["dtype"] = str(dtype).removeprefix("torch.")
+        (tmp_path / "quantized" / "config.json").write_text(json.dumps(content))
+        model = load_model(tmp_path / "quantized", CPU)
+        assert model.dtype == dtype and model.generation_config is not None
+        assert model.generation_config.eos_token_id == [5, 7]
 
 
 def test_weights_are_rounded_once_to_the_dtype_of_the_model(tmp_path: Path) -> None:
