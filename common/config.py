@@ -92,6 +92,7 @@ class ActorsConfig(Section, frozen=True, kw_only=True):
 class TargetsConfig(ActorsConfig, frozen=True, kw_only=True):
     """The target processes."""
 
+    precision: Literal["model", "checkpoint"] = "model"  # of linear layers: model.dtype, or FP8 as stored
     compile: bool = False  # each decoder layer, with torch.compile: faster, and a longer warm-up; GPUs only
 
 
@@ -234,6 +235,9 @@ def _check(config: Config) -> None:
     _check_train(config.train, config.plan, config.shape)
     compiles = not config.targets.compile or "cpu" not in config.targets.devices
     need(compiles, "targets.compile", "false for targets on a CPU", "true")
+    fits = config.model.dtype == "bfloat16" and "cpu" not in config.targets.devices
+    is_plain = config.targets.precision == "model"
+    need(is_plain or fits, "targets.precision", '"model", or model.dtype = "bfloat16" and targets on GPUs', '"checkpoint"')
 
 
 def _check_data(data: DataConfig) -> None:

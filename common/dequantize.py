@@ -43,6 +43,10 @@ class DequantizedSlice:
             stored[part] = values.mul_(_repeat(scales[part], self._weight.block[1], columns, -1))
         return made
 
+    def stored(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the numbers as they are in the file, and the scales of every row in float32 [..., rows, blocks]."""
+        return self._slices[self._weight.numbers][...].to(self._device), self._read_scales()[0]
+
     def _read_scales(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the scales of every row in float32 [..., rows, blocks], and its zero points, if there are some."""
         weight = self._weight

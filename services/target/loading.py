@@ -21,6 +21,7 @@ from common.errors import ModelError
 from common.quantized_weights import find_consumed
 from common.weights import EMBEDDING, fill_random, find_embedding, find_quantized, locate_tensors, read_initializer_range
 from services.target.checkpoint import load_pretrained
+from services.target.fp8_linear import quantize_linears, require_fp8, use_stored_numbers
 from services.target.linear_attention import choose_kernels
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,8 @@ def load_decoder(config: Config, device: torch.device) -> PreTrainedModel:
         decoder = _make_random(text_config, read_initializer_range(folder), config.seed, device, dtype)
     else:
         decoder = _read(folder, text_config, device, dtype)
+    if config.targets.precision == "checkpoint":
+        _use_fp8(decoder, folder, config.model.random_init, device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     num_bytes = sum(parameter.nbytes for parameter in decoder.parameters())
@@ -93,6 +96,14 @@ def _read(folder: Path, text_config: PretrainedConfig, device: torch.device, dty
     _check_all_used(folder, report["unexpected_keys"], text_config.num_hidden_layers)
     _check_types(folder, prefix, decoder)
     return decoder
+
+
+def _use_fp8(decoder: PreTrainedModel, folder: Path, random_init: bool, device: torch.device) -> None:
+    require_fp8(device)
+    if random_init:
+        quantize_linears(decoder)
+    else:
+        use_stored_numbers(decoder, folder, find_embedding(folder).removesuffix(EMBEDDING), device)
 
 
 def _check_all_used(folder: Path, unexpected: set[str], num_layers: int) -> None:
