@@ -49,9 +49,10 @@ class QuantizedWeight(NamedTuple):
 
 def check_quantization(folder: Path) -> None:
     """Raise ModelError if `folder` holds quantized weights that cannot be read right, as far as its files are there."""
-    rule = read_rule(folder)
-    if any(folder.glob("*.safetensors")):
-        _refuse_others(folder, rule, find_quantized_weights(folder), read_headers(folder))
+    if read_rule(folder) is not None and any(folder.glob("*.safetensors")):
+        find_quantized_weights(folder)
+    elif any(folder.glob("*.safetensors")):
+        _refuse_others(folder, None, {}, read_headers(folder))
 
 
 def find_quantized_weights(folder: Path) -> dict[str, QuantizedWeight]:

@@ -169,6 +169,18 @@ def test_a_truncated_file_is_named(num_bytes: int, tmp_path: Path) -> None:
         check_quantization(tmp_path / "quantized")
 
 
+def test_experts_in_one_tensor_are_dequantized_one_by_one(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(5)
+    numbers = torch.randn(3, 200, 300, generator=generator).to(torch.float8_e4m3fn)
+    scales = torch.rand(3, 2, 3, generator=generator)
+    save_file({"experts.down_proj": numbers, "experts.down_proj_scale_inv": scales}, tmp_path / "model.safetensors")
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    found = open_dequantized(tmp_path, CPU, torch.float32)["experts.down_proj"][...]
+    for index in range(3):
+        assert torch.equal(found[index], multiply(read_float8(numbers[index]), scales[index], 128, 128))
+
+
 def test_a_quantized_head_is_dequantized_for_the_drafter(tmp_path: Path) -> None:
     make_plain("qwen3", tmp_path / "plain")
     quantize_folder(tmp_path / "plain", tmp_path / "quantized", LAYOUTS["fp8 blocks"])
