@@ -13,8 +13,9 @@ from msgspec import Meta
 
 from common.draft_config import DraftConfig, check_draft, complete_draft
 from common.errors import ConfigError
+from common.quantized_weights import check_quantization
 from common.run_dir import CONFIG, read_object, write_json
-from common.target_limits import refuse_quantized, refuse_special_mask
+from common.target_limits import refuse_special_mask
 from common.target_shape import TargetShape, read_target_shape
 from common.typed_toml import (
     Count,
@@ -91,6 +92,7 @@ class ActorsConfig(Section, frozen=True, kw_only=True):
 class TargetsConfig(ActorsConfig, frozen=True, kw_only=True):
     """The target processes."""
 
+    precision: Literal["model", "checkpoint"] = "model"  # of linear layers: model.dtype, or FP8 as stored
     compile: bool = False  # each decoder layer, with torch.compile: faster, and a longer warm-up; GPUs only
 
 
@@ -204,7 +206,7 @@ def load(path: Path, overrides: list[str], stand_in: Path | None = None, run_dir
     if stand_in is not None and not folder.exists():
         folder = stand_in
     if not config.model.random_init:
-        refuse_quantized(folder)
+        check_quantization(folder)
     shape = read_target_shape(folder, _earlier_shape(run_dir))
     config = msgspec.structs.replace(config, draft=complete_draft(config.draft, shape), target_shape=shape)
     _check(config)
@@ -241,6 +243,9 @@ def _check(config: Config) -> None:
     _check_train(config.train, config.plan, config.shape)
     compiles = not config.targets.compile or "cpu" not in config.targets.devices
     need(compiles, "targets.compile", "false for targets on a CPU", "true")
+    fits = config.model.dtype == "bfloat16" and "cpu" not in config.targets.devices
+    is_plain = config.targets.precision == "model"
+    need(is_plain or fits, "targets.precision", '"model", or model.dtype = "bfloat16" and targets on GPUs', '"checkpoint"')
 
 
 def _check_data(data: DataConfig) -> None:

@@ -1,6 +1,5 @@
 """Targets that are refused by the JSON files of their folder, before weights are loaded."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,17 +7,7 @@ from common.errors import ConfigError, ModelError
 from common.run_dir import read_object
 from common.target_shape import read_target_config
 
-_QUANTIZATION = ("quantization_config", "compression_config", "quantization")
 _SPECIAL = ("bos", "eos", "pad")
-
-
-def refuse_quantized(folder: Path) -> None:
-    """Raise ModelError if the folder says that its weights are quantized: no loader here is proven to dequantize them."""
-    found = next(_quantization(read_target_config(folder)[0]), None)
-    if found is None and (folder / "hf_quant_config.json").is_file():
-        found = "hf_quant_config.json"
-    if found is not None:
-        raise ModelError(f"model.path: needed weights that are not quantized, found {found} in {folder}")
 
 
 def refuse_special_mask(folder: Path, mask_token_id: int) -> None:
@@ -28,15 +17,6 @@ def refuse_special_mask(folder: Path, mask_token_id: int) -> None:
             raise ConfigError(
                 f"draft.mask_token_id: needed an id that text never contains, found {mask_token_id}, the {key} of {path}"
             )
-
-
-def _quantization(value: Any) -> Iterator[str]:
-    """Yield a description of every sign of quantization, however deep in the wrappers of config.json."""
-    for key, inner in value.items() if isinstance(value, dict) else ():
-        if key in _QUANTIZATION and inner:
-            method = inner.get("quant_method") or inner.get("quant_algo") if isinstance(inner, dict) else inner
-            yield f"{key} {method}" if method else key
-        yield from _quantization(inner)
 
 
 def _special_ids(folder: Path) -> list[tuple[str, Path, Any]]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from common.dequantize import read_dequantized
 from common.errors import ModelError
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # the names under which random ones are made
@@ -26,10 +27,11 @@ _MASK_32 = 0xFFFFFFFF
 
 
 def read_tensors(folder: Path, names: Iterable[str], device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Read the named tensors, and no others, from the safetensors files of `folder`.
+    """Read the named tensors, and no others, from the safetensors files of `folder`; quantized weights are dequantized.
 
     Raises:
-        ModelError: no weights, a name that the folder does not hold, a file that is missing or damaged, or quantized numbers.
+        ModelError: no weights, a name that the folder does not hold, a file that is missing or damaged, or quantized numbers
+            without a rule.
     """
     files = locate_tensors(folder)
     names = list(names)
@@ -130,6 +132,9 @@ def _read_tensor(path: Path, name: str, device: torch.device, dtype: torch.dtype
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{path}: needed a safetensors file with {name}, found: {error}") from error
     if found not in _PLAIN_TYPES:
+        dequantized = read_dequantized(path.parent, name, device, dtype)
+        if dequantized is not None:
+            return dequantized
         raise ModelError(f"{path}: needed {name} of type {', '.join(_PLAIN_TYPES)}, found {found}")
     return tensor.to(dtype)
 

@@ -20,7 +20,7 @@ HOME = re.compile(r"/(home|root|Users|work)/\w")
 # Rooms of the services that are libraries: `launch` may import them.
 LIBRARIES = ["services.drafter.model", "services.drafter.folder", "services.drafter.kernels"]
 LIBRARIES += ["services.target.model", "services.target.rows", "services.target.pack", "services.target.loading"]
-LIBRARIES += ["services.target.linear_attention", "services.target.architecture"]
+LIBRARIES += ["services.target.linear_attention", "services.target.architecture", "services.target.checkpoint"]
 LIBRARIES += ["services.exchange.plan", "services.exchange.samples"]
 MEASURE_SERVICES = ("launch.balance", "launch.bench")  # they time parts of the services, so they import them
 

@@ -12,14 +12,16 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     GenerationConfig,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils.logging import disable_progress_bar
 
 from common.errors import ModelError
-from common.target_limits import refuse_quantized
+from common.quantized_weights import check_quantization
 from launch.data.chat import end_ids
+from services.target.checkpoint import load_pretrained
 
 MAX_LENGTH = 8192  # of a prompt and its answer where no limit is given: launch.prepare drops what is longer
 
@@ -78,28 +80,26 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype | None = N
     """Load the whole model, head included, in `dtype` or else that of its files.
 
     Raises:
-        ModelError: the weights are missing, damaged or quantized, or the architecture is unknown.
+        ModelError: the weights are missing, damaged or quantized by an unknown rule, or the architecture is unknown.
     """
-    refuse_quantized(folder)
+    check_quantization(folder)
     disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        loaded: Any = _auto_class(folder).from_pretrained(
-            folder, dtype=dtype or "auto", device_map={"": device}, local_files_only=True, output_loading_info=True
-        )
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        model, report = load_pretrained(_auto_class(config), folder, config, device, dtype)
     except torch.OutOfMemoryError:
         raise
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         line = str(error).strip().partition("\n")[0]
         raise ModelError(f"{folder}: the model cannot be loaded: {line}") from error
-    model: PreTrainedModel
-    model, report = loaded
     if missing := sorted(report["missing_keys"]):  # transformers fills them with random numbers
         raise ModelError(f"{folder}: needed the tensors {', '.join(missing)}, found none of them")
+    if (folder / "generation_config.json").is_file():  # transformers reads it only with weights from a folder
+        model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
 
 
-def _auto_class(folder: Path) -> Any:
+def _auto_class(config: PretrainedConfig) -> Any:
     """Return the loader of a model with a head; some multimodal wrappers are known to one of two only."""
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
     is_wrapper = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return AutoModelForImageTextToText if is_wrapper else AutoModelForCausalLM

@@ -28,7 +28,7 @@ def load_plain_target(config: Config, device: torch.device) -> PreTrainedModel:
     """Load the target on the kernels that transformers chooses by itself; ModelError as `load_full_target`."""
     folder = Path(config.model.path).expanduser()
     dtype: torch.dtype = getattr(torch, config.model.dtype)
-    model: Any = _make_random(config, folder, device, dtype) if config.model.random_init else load_model(folder, device)
+    model: Any = _make_random(config, folder, device, dtype) if config.model.random_init else load_model(folder, device, dtype)
     target: PreTrainedModel = model.to(device, dtype).eval()
     find_layers(target.get_decoder())  # type: ignore[no-untyped-call]  # or it is refused
     return target

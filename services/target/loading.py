@@ -18,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 from common.config import Config
 from common.decoder_config import read_text_config
 from common.errors import ModelError
-from common.target_limits import refuse_quantized
+from common.quantized_weights import find_consumed
 from common.target_shape import read_target_config
 from common.weights import (
     EMBEDDING,
@@ -30,6 +30,8 @@ from common.weights import (
     read_initializer_range,
 )
 from services.target.architecture import attention_of, find_layers, make_cut_class
+from services.target.checkpoint import load_pretrained
+from services.target.fp8_linear import quantize_linears, require_fp8, use_stored_numbers
 from services.target.linear_attention import choose_kernels
 
 log = logging.getLogger(__name__)
@@ -55,6 +57,8 @@ def load_decoder(config: Config, device: torch.device) -> PreTrainedModel:
         decoder = _make_random(cut, text_config, read_initializer_range(folder), config.seed, device, dtype)
     else:
         decoder = _read(folder, cut, text_config, device, dtype)
+    if config.targets.precision == "checkpoint":
+        _use_fp8(decoder, folder, config.model.random_init, device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     num_bytes = sum(parameter.nbytes for parameter in decoder.parameters())
@@ -67,21 +71,11 @@ def load_decoder(config: Config, device: torch.device) -> PreTrainedModel:
 def _read(
     folder: Path, cut: type[PreTrainedModel], text_config: PretrainedConfig, device: torch.device, dtype: torch.dtype
 ) -> PreTrainedModel:
-    refuse_quantized(folder)
     prefix = find_decoder(folder)
+    settings = {"attn_implementation": attention_of(cut), "use_safetensors": True}
     try:
-        decoder: PreTrainedModel
-        decoder, report = cut.from_pretrained(
-            folder,
-            config=text_config,
-            dtype=dtype,
-            device_map={"": device},
-            attn_implementation=attention_of(cut),
-            key_mapping=_unwrap(folder, prefix, cut.base_model_prefix),
-            output_loading_info=True,
-            local_files_only=True,
-            use_safetensors=True,
-        )
+        unwrap = _unwrap(folder, prefix, cut.base_model_prefix)
+        decoder, report = load_pretrained(cut, folder, text_config, device, dtype, key_mapping=unwrap, **settings)
     except (ValueError, OSError, RuntimeError, ImportError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
@@ -101,6 +95,14 @@ def _unwrap(folder: Path, prefix: str, base: str) -> dict[str, str] | None:
     return {f"^{re.escape(prefix)}": f"{base}."} if inner is not outer else None
 
 
+def _use_fp8(decoder: PreTrainedModel, folder: Path, random_init: bool, device: torch.device) -> None:
+    require_fp8(device)
+    if random_init:
+        quantize_linears(decoder)
+    else:
+        use_stored_numbers(decoder, folder, find_decoder(folder), device)
+
+
 def _check_all_used(folder: Path, unexpected: set[str], num_layers: int) -> None:
     """Raise ModelError for a tensor that belongs to what was loaded but that the decoder has no room for, such as a scale."""
     unknown = sorted(name for name in unexpected if is_loaded(name, num_layers))
@@ -111,7 +113,8 @@ def _check_all_used(folder: Path, unexpected: set[str], num_layers: int) -> None
 def _check_types(folder: Path, prefix: str, decoder: PreTrainedModel, num_layers: int) -> None:
     """Raise ModelError for a weight that was read as a plain number but is an integer or a float8 in its file."""
     integers = {name.rpartition(".")[2] for name, tensor in decoder.state_dict().items() if not tensor.is_floating_point()}
-    own = {name: file for name, file in locate_tensors(folder).items() if name.startswith(prefix)}
+    consumed = find_consumed(folder)
+    own = {name: file for name, file in locate_tensors(folder).items() if name.startswith(prefix) and name not in consumed}
     own = {name: file for name, file in own.items() if is_loaded(name.removeprefix(prefix), num_layers)}
     quantized = find_quantized({name: file for name, file in own.items() if name.rpartition(".")[2] not in integers})
     if quantized:

@@ -79,7 +79,7 @@ class TargetModel:
         """Load the embedding and the layers up to the last tap of `config.model.path`, or make them from the seed.
 
         Raises:
-            ModelError: the folder or its weights are missing, damaged or quantized, or the architecture is not supported.
+            ModelError: the folder or its weights are missing or damaged, or the architecture or quantization is not supported.
         """
         model = cls(load_decoder(config, device), config.draft.tap_layers)
         model._check_embedding(config.shape.embedding_scale, device)

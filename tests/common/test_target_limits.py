@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 
 from common import config
-from common.errors import ConfigError, ModelError
-from common.target_limits import refuse_quantized, refuse_special_mask
+from common.errors import ConfigError
+from common.target_limits import refuse_special_mask
 
 TINY = Path("launch/configs/tiny.toml")
 SHAPE: dict[str, Any] = json.loads(Path("launch/configs/tiny_target/config.json").read_text())
 WRAPPER = {"model_type": "llava"}
-FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
 def make_target(folder: Path, generation: dict[str, Any] | None = None, **keys: Any) -> Path:
@@ -26,37 +25,6 @@ def make_target(folder: Path, generation: dict[str, Any] | None = None, **keys: 
 
 def load(folder: Path, *overrides: str, random_init: str = "false") -> config.Config:
     return config.load(TINY, [f"model.path={folder}", f"model.random_init={random_init}", *overrides])
-
-
-@pytest.mark.parametrize(
-    ("keys", "found"),
-    [
-        ({"quantization_config": FP8}, "quantization_config fp8"),
-        (WRAPPER | {"quantization_config": FP8, "text_config": SHAPE}, "quantization_config fp8"),
-        (WRAPPER | {"text_config": SHAPE | {"quantization_config": FP8}}, "quantization_config fp8"),
-        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}, "quantization_config modelopt"),
-        ({"quantization_config": {"quant_algo": "NVFP4"}}, "quantization_config NVFP4"),
-        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantization_config awq"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config gptq"),
-        ({"quantization_config": {"load_in_4bit": True}}, "quantization_config"),
-        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compression_config compressed-tensors"),
-        ({"quantization": {"bits": 4, "group_size": 64}}, "quantization"),
-    ],
-)
-def test_a_quantized_checkpoint_is_refused(tmp_path: Path, keys: dict[str, Any], found: str) -> None:
-    folder = make_target(tmp_path / "target", **keys)
-    with pytest.raises(ModelError) as caught:
-        load(folder)
-    assert str(caught.value) == f"model.path: needed weights that are not quantized, found {found} in {folder}"
-    load(folder, random_init="true")  # reads no weights
-
-
-def test_a_quantization_of_modelopt_beside_the_configuration_is_refused(tmp_path: Path) -> None:
-    folder = make_target(tmp_path / "target", quantization_config=None)
-    refuse_quantized(folder)
-    (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
-    with pytest.raises(ModelError, match=r"needed weights that are not quantized, found hf_quant_config\.json in"):
-        load(folder)
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,8 @@ def test_wrong_setting_is_refused_before_anything_is_made(run: LaunchedRun, over
     ("keys", "found"),
     [
         (
-            {"quantization_config": {"quant_method": "gptq"}},
-            "needed weights that are not quantized, found quantization_config gptq",
+            {"quantization_config": {"quant_method": "hqq"}},
+            "in a form known here, found quantization_config hqq",
         ),
         ({"model_type": "gemma3_text"}, "needed a target that does not scale its embedding, found gemma3_text"),
         ({"eos_token_id": 63}, "draft.mask_token_id: needed an id that text never contains, found 63, the eos_token_id"),
