@@ -9,6 +9,7 @@ import logging
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -70,8 +71,7 @@ def _read(
     refuse_quantized(folder)
     prefix = find_decoder(folder)
     try:
-        decoder: PreTrainedModel
-        decoder, report = cut.from_pretrained(
+        loaded: Any = cut.from_pretrained(
             folder,
             config=text_config,
             dtype=dtype,
@@ -86,6 +86,8 @@ def _read(
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise ModelError(f"{folder}: {text_config.model_type} cannot be loaded: {_first_line(error)}") from error
+    decoder: PreTrainedModel
+    decoder, report = loaded
     if missing := sorted(report["missing_keys"] - {_FINAL_NORM}):
         raise ModelError(f"{folder}: needed the tensors {', '.join(missing)}, found none of them")
     layers = find_layers(decoder)
