@@ -33,7 +33,8 @@ def read_text_config(folder: Path) -> PretrainedConfig:
     Raises:
         ModelError: no config.json, an architecture that transformers does not know, or one that cannot be drafted for.
     """
-    return _read(folder)[1]
+    text_config: PretrainedConfig = _read(folder)[1]
+    return text_config
 
 
 def derive_shape(folder: Path) -> TargetShape:

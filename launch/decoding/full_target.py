@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from common.config import Config
+from common.errors import ModelError
 from common.weights import EMBEDDING, HEAD, fill_random, read_initializer_range
 from launch.data.generator import load_model
 from services.target.architecture import find_layers
@@ -43,10 +44,12 @@ def stop_tokens(target: PreTrainedModel) -> set[int]:
 def _make_random(config: Config, folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
     """Make each parameter from the seed and its name inside the decoder, as services.target.loading does."""
     text_config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config(decoder=True)
-    with device:
-        model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            text_config, dtype=dtype, attn_implementation="sdpa"
-        )
+    try:
+        with device:
+            model: Any = AutoModelForCausalLM.from_config(text_config, dtype=dtype)  # type: ignore[no-untyped-call]
+    except ValueError as error:
+        line = str(error).partition("\n")[0].partition(" Model type should be")[0]
+        raise ModelError(f"{folder}: a random target cannot be made whole: {line}") from error
     std, prefix = read_initializer_range(folder), f"{model.base_model_prefix}."
     own_names = {model.get_output_embeddings(): HEAD, model.get_input_embeddings(): EMBEDDING}
     for name, parameter in model.named_parameters():  # of a tied pair only the embedding

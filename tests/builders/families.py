@@ -146,7 +146,8 @@ def make_family(name: str, **changes: Any) -> PreTrainedModel:
     torch.manual_seed(3)
     auto: Any = AutoModelForImageTextToText if name in WRAPPERS else AutoModelForCausalLM
     model: PreTrainedModel = auto.from_config(make_family_config(name, **changes), dtype=torch.float32)
-    return model.eval().requires_grad_(False)
+    model.train(False).requires_grad_(False)
+    return model
 
 
 def make_family_config(name: str, **changes: Any) -> PretrainedConfig:

@@ -58,7 +58,7 @@ def test_taps_are_the_hidden_states_of(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(beside_padding[:, :LENGTH], tap, rtol=0, atol=5e-6 * largest)
     embedding, head = load_embedding_and_head(config, CPU)
     assert torch.equal(embedding, model.get_input_embeddings().weight)  # type: ignore[arg-type]
-    assert torch.equal(head, model.get_output_embeddings().weight)  # type: ignore[union-attr]
+    assert torch.equal(head, model.get_output_embeddings().weight)  # type: ignore[no-untyped-call]
     if any(parameter.endswith("experts.gate_up_proj") for parameter, _ in target.decoder.named_parameters()):
         grouped = "llama4" not in name  # which services/target/experts.py groups on a GPU
         assert (target.decoder.config._experts_implementation == "grouped_mm") is grouped
