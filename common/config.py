@@ -19,6 +19,7 @@ from common.target_shape import TargetShape, read_target_shape
 from common.typed_toml import (
     Count,
     Device,
+    Devices,
     DType,
     Natural,
     NonNegative,
@@ -77,7 +78,7 @@ class RingConfig(Section, frozen=True, kw_only=True):
     """The shared-memory ring of each target."""
 
     num_slots: Count = 4  # batches that a target can be ahead
-    layout: Literal["packed", "split"] = "packed"  # of the hidden states of T tokens and K taps: [T, K, H] or [K, T, H]
+    layout: Literal["packed", "split"] = "packed"  # of T tokens and K taps, [T, K, H] or [K, T, H]; joined devices: split
     dtype: DType = "bfloat16"  # of the hidden states in transit
 
 
@@ -91,6 +92,7 @@ class ActorsConfig(Section, frozen=True, kw_only=True):
 class TargetsConfig(ActorsConfig, frozen=True, kw_only=True):
     """The target processes."""
 
+    devices: Annotated[list[Devices], Meta(min_length=1)]  # one process on each entry; "cuda:0+cuda:1" splits its layers
     compile: bool = False  # each decoder layer, with torch.compile: faster, and a longer warm-up; GPUs only
 
 
@@ -231,8 +233,16 @@ def _check(config: Config) -> None:
     _check_data(config.data)
     _check_plan(config.plan, config.num_drafters)
     _check_train(config.train, config.plan, config.shape)
-    compiles = not config.targets.compile or "cpu" not in config.targets.devices
-    need(compiles, "targets.compile", "false for targets on a CPU", "true")
+    _check_targets(config.targets, config.draft.tap_layers[-1] + 1)
+
+
+def _check_targets(targets: TargetsConfig, num_layers: int) -> None:
+    for entry in targets.devices:
+        names = entry.split("+")
+        need(names[0] == "cpu" or len(set(names)) == len(names), "targets.devices", "each GPU once in an entry", entry)
+        fits = len(names) <= num_layers
+        need(fits, "targets.devices", f"at most {num_layers} devices for the {num_layers} layers up to the last tap", entry)
+        need("cpu" not in names or not targets.compile, "targets.compile", "false for targets on a CPU", "true")
 
 
 def _check_data(data: DataConfig) -> None:

@@ -1,5 +1,6 @@
 """The configuration of a run as its processes read it: resolved once, its input checked before anything is written."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -87,7 +88,7 @@ def count_gpus() -> int:
 
 def _absent_devices(config: Config) -> Iterator[str]:
     devices = {"targets.devices": config.targets.devices, "drafters.devices": config.drafters.devices}
-    indices = {key: [int(name.removeprefix("cuda:")) for name in names if name != "cpu"] for key, names in devices.items()}
+    indices = {key: [int(number) for number in re.findall(r"cuda:(\d+)", "+".join(names))] for key, names in devices.items()}
     num_gpus = count_gpus() if any(indices.values()) else 0
     for key, wanted in indices.items():
         if max(wanted, default=-1) >= num_gpus:

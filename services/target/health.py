@@ -1,12 +1,15 @@
 """Time and throughput of a target: a line of metrics per batch, a summary in its log every minute.
 
 Seconds of the host: waiting_for_work, waiting_for_slot, waiting_for_staging (the device is behind: nothing is lost), read,
-launch, publish. Seconds of the device: upload, forward, pack, copy, and idle, between one batch and the next.
+launch, publish. Seconds of the device: upload, forward, pack, copy, and idle, between one batch and the next; of several
+devices their mean, and each device's own in `devices`.
 """
 
 import logging
 import time
 from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,28 +28,42 @@ log = logging.getLogger(__name__)
 class Health:
     """Metrics of the batches; used by the publisher's thread, which sees each batch when the device has finished it."""
 
-    def __init__(self, metrics: MetricsWriter, flops: ForwardFlops, device: torch.device) -> None:
+    def __init__(self, metrics: MetricsWriter, flops: ForwardFlops, devices: Sequence[torch.device]) -> None:
         self._metrics = metrics
         self._flops = flops
-        self._peak = peak_flops_per_s(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-        self._device = device
-        self._watch: Stopwatch | None = None
+        peak = peak_flops_per_s(torch.cuda.get_device_name(devices[0])) if devices[0].type == "cuda" else None
+        self._peak = peak and peak * len(devices)
+        self._devices = devices
+        self._watches: list[Stopwatch] = []
         self._copied_s = self._reported_s = time.monotonic()
         self._sums: dict[str, float] = defaultdict(float)
 
-    def record(self, batch: int, rows: TargetRows, watch: Stopwatch, copied_s: float, laps_s: dict[str, float]) -> None:
+    def record(
+        self,
+        batch: int,
+        rows: TargetRows,
+        copied_s: float,
+        host_laps_s: dict[str, float],
+        watches: list[Stopwatch],
+        device_laps_s: list[dict[str, float]],
+    ) -> None:
         """Write the metrics of one batch.
 
         Args:
             batch: its number in the sequence.
             rows: its documents.
-            watch: of the forward's stream, whose end was reached.
             copied_s: when its slot was full (CLOCK_MONOTONIC).
-            laps_s: seconds by name, of host and device.
+            host_laps_s: seconds of the host by name.
+            watches: of the forward's stream on each device, whose ends were reached.
+            device_laps_s: seconds of each device by name.
         """
         interval_s, self._copied_s = copied_s - self._copied_s, copied_s
-        laps_s = laps_s | {"idle_s": max(0.0, watch.pause_s(self._watch)) if self._watch else 0.0}
-        self._watch = watch
+        for index, (watch, each_s) in enumerate(zip(watches, device_laps_s, strict=True)):
+            each_s["idle_s"] = max(0.0, watch.pause_s(self._watches[index])) if self._watches else 0.0
+        self._watches = watches
+        mean_s = {name: sum(each_s[name] for each_s in device_laps_s) / len(watches) for name in device_laps_s[0]}
+        laps_s = host_laps_s | mean_s
+        memory = [_count_memory(device) for device in self._devices]
         num_tokens, flops = len(rows.token_index), self._flops.of(np.diff(rows.packed.cu_seqlens))
         self._metrics.write(
             batch=batch,
@@ -57,7 +74,8 @@ class Health:
             tokens_per_s=num_tokens / interval_s,
             tflops=flops / interval_s * 1e-12,
             utilisation=flops / interval_s / self._peak if self._peak else None,
-            **self._memory(),
+            **{name: sum(each[name] for each in memory) for name in memory[0]},
+            **self._each(device_laps_s, memory),
             time_s=time.time(),
         )
         for name, value in (laps_s | {"num_tokens": num_tokens, "flops": flops, "interval_s": interval_s}).items():
@@ -66,12 +84,12 @@ class Health:
             self._report()
             self._reported_s = copied_s
 
-    def _memory(self) -> dict[str, int]:
-        """Return the allocator's counters; both stay constant after the warm-up."""
-        if self._device.type != "cuda":
+    def _each(self, device_laps_s: list[dict[str, float]], memory: list[dict[str, int]]) -> dict[str, Any]:
+        """Return the figures of each device of several."""
+        if len(self._devices) == 1:
             return {}
-        stats = torch.cuda.memory_stats(self._device)
-        return {"reserved_bytes": stats["reserved_bytes.all.current"], "num_device_allocs": stats["num_device_alloc"]}
+        parts = zip(self._devices, device_laps_s, memory, strict=True)
+        return {"devices": [{"device": str(device), **laps_s, **counters} for device, laps_s, counters in parts]}
 
     def _report(self) -> None:
         sums, interval_s = self._sums, self._sums["interval_s"]
@@ -80,3 +98,11 @@ class Health:
         speed = f"{sums['num_tokens'] / interval_s:,.0f} tokens/s, {sums['flops'] / interval_s * 1e-12:.1f} TFLOP/s"
         log.info("%s%s; %s", speed, utilisation, shares)
         self._sums.clear()
+
+
+def _count_memory(device: torch.device) -> dict[str, int]:
+    """Return the allocator's counters; both stay constant after the warm-up."""
+    if device.type != "cuda":
+        return {}
+    stats = torch.cuda.memory_stats(device)
+    return {"reserved_bytes": stats["reserved_bytes.all.current"], "num_device_allocs": stats["num_device_alloc"]}

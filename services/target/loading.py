@@ -9,9 +9,13 @@ import contextlib
 import logging
 import re
 import time
+from bisect import bisect_right
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from accelerate.hooks import remove_hook_from_submodules
 from safetensors import SafetensorError
 from transformers import MODEL_MAPPING, AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
@@ -21,6 +25,7 @@ from common.errors import ModelError
 from common.target_limits import refuse_quantized
 from common.weights import EMBEDDING, fill_random, find_embedding, find_quantized, locate_tensors, read_initializer_range
 from services.target.linear_attention import choose_kernels
+from services.target.stages import count_layer_bytes, split_by_bytes
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +33,13 @@ _GIB = 2**30
 _NUM_NAMED = 3  # tensors in an error
 
 
-def load_decoder(config: Config, device: torch.device) -> PreTrainedModel:
-    """Load the embedding and the layers up to the last tap of `config.model.path` to `device`; with random_init, make them."""
+def load_decoder(config: Config, devices: Sequence[torch.device]) -> tuple[PreTrainedModel, list[int]]:
+    """Load the embedding and the layers up to the last tap of `config.model.path`; with random_init, make them.
+
+    Returns:
+        The decoder, and the first layer of each device. Layers lie on their devices, or all on the first if they were made.
+    """
+    device = devices[0]
     logging.getLogger("transformers").setLevel(logging.ERROR)  # or it reports the layers left out on purpose
     disable_progress_bar()  # type: ignore[no-untyped-call]
     began = time.monotonic()
@@ -40,17 +50,36 @@ def load_decoder(config: Config, device: torch.device) -> PreTrainedModel:
     _cut(text_config, num_layers)
     began = time.monotonic()
     dtype: torch.dtype = getattr(torch, config.model.dtype)
+    first_layers, device_map = _place(text_config, dtype, devices)
     if config.model.random_init:
         decoder = _make_random(text_config, read_initializer_range(folder), config.seed, device, dtype)
     else:
-        decoder = _read(folder, text_config, device, dtype)
+        decoder = _read(folder, text_config, device_map, dtype)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     num_bytes = sum(parameter.nbytes for parameter in decoder.parameters())
     how = "made" if config.model.random_init else "read"
-    log.info("weights %s in %.1f s: %.2f GiB on %s", how, time.monotonic() - began, num_bytes / _GIB, device)
+    where = "+".join(map(str, devices))
+    log.info("weights %s in %.1f s: %.2f GiB on %s", how, time.monotonic() - began, num_bytes / _GIB, where)
     choose_kernels(decoder, device)
-    return decoder
+    return decoder, first_layers
+
+
+def _place(
+    text_config: PretrainedConfig, dtype: torch.dtype, devices: Sequence[torch.device]
+) -> tuple[list[int], dict[str, torch.device]]:
+    """Return the first layer of each device, and the device of each module by name; what is no layer lies on the first."""
+    if len(devices) == 1:
+        return [0], {"": devices[0]}
+    with torch.device("meta"):
+        decoder: Any = AutoModel.from_config(text_config, dtype=dtype)  # type: ignore[no-untyped-call]
+    if not hasattr(decoder, "layers"):
+        return [0], {"": devices[0]}  # refused by the caller
+    first_layers = split_by_bytes(count_layer_bytes(decoder), devices)
+    device_map = {name: devices[0] for name, _ in decoder.named_children() if name != "layers"}
+    for layer in range(len(decoder.layers)):
+        device_map[f"layers.{layer}"] = devices[bisect_right(first_layers, layer) - 1]
+    return first_layers, device_map
 
 
 def _read_text_config(folder: Path) -> PretrainedConfig:
@@ -78,7 +107,9 @@ def _cut(text_config: PretrainedConfig, num_layers: int) -> None:
             text_config.layer_types = text_config.layer_types[:num_layers]
 
 
-def _read(folder: Path, text_config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+def _read(
+    folder: Path, text_config: PretrainedConfig, device_map: dict[str, torch.device], dtype: torch.dtype
+) -> PreTrainedModel:
     refuse_quantized(folder)
     prefix = find_embedding(folder).removesuffix(EMBEDDING)
     try:
@@ -87,7 +118,7 @@ def _read(folder: Path, text_config: PretrainedConfig, device: torch.device, dty
             folder,
             config=text_config,
             dtype=dtype,
-            device_map={"": device},
+            device_map=device_map,
             attn_implementation="sdpa",
             key_mapping={f"^{re.escape(prefix)}": ""},
             output_loading_info=True,
@@ -98,6 +129,7 @@ def _read(folder: Path, text_config: PretrainedConfig, device: torch.device, dty
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise ModelError(f"{folder}: {text_config.model_type} cannot be loaded: {_first_line(error)}") from error
+    remove_hook_from_submodules(decoder)  # of accelerate, where there are several devices: they move tensors and wait
     if report["missing_keys"]:
         raise ModelError(f"{folder}: needed the tensors {', '.join(sorted(report['missing_keys']))}, found none of them")
     _check_all_used(folder, report["unexpected_keys"], text_config.num_hidden_layers)

@@ -10,7 +10,7 @@ from common.actor.messages import BatchShape
 from common.ring.layout import SlotLayout
 from services.target.model import TargetModel
 from services.target.rows import make_rows
-from services.target.warmup import NUM_STAGINGS, WarmUp, shapes_between
+from services.target.warmup import WarmUp, shapes_between
 from tests.builders.whole_models import CPU, make_config, make_folder
 
 SHAPES = [BatchShape(4, 16), BatchShape(3, 8), BatchShape(1, 16)]
@@ -21,7 +21,7 @@ def warm_up(tmp_path: Path) -> tuple[TargetModel, WarmUp]:
     make_folder("llama", tmp_path)
     config = make_config(tmp_path, [1, 3])
     model = TargetModel.load(config, CPU)
-    return model, WarmUp(model, SlotLayout.of(config), config.plan, CPU)
+    return model, WarmUp(model, SlotLayout.of(config), config.plan)
 
 
 def test_the_smallest_shape_runs_and_every_buffer_is_made(warm_up: tuple[TargetModel, WarmUp]) -> None:
@@ -30,7 +30,7 @@ def test_the_smallest_shape_runs_and_every_buffer_is_made(warm_up: tuple[TargetM
     model.decoder.get_input_embeddings().register_forward_hook(lambda module, ids, _: seen.append(ids[0].shape))
     stagings = subject.run(SHAPES, lambda: None)
     assert seen == [(1, 16)]
-    assert len(stagings) == NUM_STAGINGS
+    assert len(stagings) == 2
     tokens = [torch.arange(16).numpy()] * 4
     for staging in stagings:  # the largest batch
         model.run(staging.upload(make_rows(tokens, tokens, range(4), 16)), staging.keep)
@@ -63,7 +63,7 @@ def test_a_touch_runs_the_first_layers_of_every_kind_and_changes_nothing(kind: s
 
 
 def test_a_run_without_batches_warms_nothing_up(warm_up: tuple[TargetModel, WarmUp]) -> None:
-    assert len(warm_up[1].run([], lambda: None)) == NUM_STAGINGS
+    assert len(warm_up[1].run([], lambda: None)) == 2
 
 
 def test_a_warm_up_can_be_stopped(warm_up: tuple[TargetModel, WarmUp]) -> None:
