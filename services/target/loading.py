@@ -21,6 +21,7 @@ from transformers import MODEL_MAPPING, AutoConfig, AutoModel, PretrainedConfig,
 from transformers.utils.logging import disable_progress_bar
 
 from common.config import Config
+from common.device.memory import allowed_bytes
 from common.errors import ModelError
 from common.target_limits import refuse_quantized
 from common.weights import EMBEDDING, fill_random, find_embedding, find_quantized, locate_tensors, read_initializer_range
@@ -75,7 +76,8 @@ def _place(
         decoder: Any = AutoModel.from_config(text_config, dtype=dtype)  # type: ignore[no-untyped-call]
     if not hasattr(decoder, "layers"):
         return [0], {"": devices[0]}  # refused by the caller
-    first_layers = split_by_bytes(count_layer_bytes(decoder), devices)
+    rooms = [allowed_bytes(device) if device.type == "cuda" else float("inf") for device in devices]
+    first_layers = split_by_bytes(count_layer_bytes(decoder), devices, rooms)
     device_map = {name: devices[0] for name, _ in decoder.named_children() if name != "layers"}
     for layer in range(len(decoder.layers)):
         device_map[f"layers.{layer}"] = devices[bisect_right(first_layers, layer) - 1]

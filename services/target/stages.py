@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from common.device.copy_stream import CopyStream, Mark, mark_computation
-from common.device.memory import GIB, allowed_bytes
+from common.device.memory import GIB
 from common.errors import ConfigError
 from common.ring.memory import round_up
 
@@ -83,15 +83,12 @@ def split(costs: Sequence[float], num_bytes: Sequence[int], rooms: Sequence[floa
     return best[len(costs)][1] if len(costs) in best else None
 
 
-def split_by_bytes(num_bytes: Sequence[int], devices: Sequence[torch.device]) -> list[int]:
+def split_by_bytes(num_bytes: Sequence[int], devices: Sequence[torch.device], rooms: Sequence[float]) -> list[int]:
     """Return the first layer of each stage before anything is measured: equal shares of the weights.
 
     Raises:
-        ConfigError: the weights do not fit into the memory of the GPUs; the message says how many layers would.
+        ConfigError: the weights do not fit into the rooms, in bytes; the message says how many layers would.
     """
-    if len(devices) == 1:
-        return [0]
-    rooms = [allowed_bytes(device) if device.type == "cuda" else float("inf") for device in devices]
     if (first_layers := split(num_bytes, num_bytes, rooms)) is not None:
         return first_layers
     counts = range(len(num_bytes) - 1, 0, -1)
