@@ -233,15 +233,17 @@ def _check(config: Config) -> None:
     _check_data(config.data)
     _check_plan(config.plan, config.num_drafters)
     _check_train(config.train, config.plan, config.shape)
-    _check_targets(config.targets, config.draft.tap_layers[-1] + 1)
+    _check_targets(config.targets, config.ring.num_slots, config.draft.tap_layers[-1] + 1)
 
 
-def _check_targets(targets: TargetsConfig, num_layers: int) -> None:
+def _check_targets(targets: TargetsConfig, num_slots: int, num_layers: int) -> None:
     for entry in targets.devices:
         names = entry.split("+")
         need(names[0] == "cpu" or len(set(names)) == len(names), "targets.devices", "each GPU once in an entry", entry)
         fits = len(names) <= num_layers
         need(fits, "targets.devices", f"at most {num_layers} devices for the {num_layers} layers up to the last tap", entry)
+        slots = f"at least {len(names) + 1} for a target of {len(names)} devices"
+        need(len(names) == 1 or num_slots > len(names), "ring.num_slots", slots, num_slots)
         need("cpu" not in names or not targets.compile, "targets.compile", "false for targets on a CPU", "true")
 
 

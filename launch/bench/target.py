@@ -136,8 +136,8 @@ def measure(stage: Stage, options: argparse.Namespace) -> Rows:
     half = Half(stage, options.rows)
     yield "load", f"{half.load_s:.1f} s"
     yield "warm-up, with all tuning and compiling in it", f"{half.warm_up_s:.1f} s"
-    for place in half.model.stages:
-        reset_peak(place.device)
+    for each in half.model.stages:
+        reset_peak(each.device)
     half.publish(2)
     rate = yield from measure_published(half, options)
     half.close()
@@ -174,7 +174,7 @@ def measure_published(half: Half, options: argparse.Namespace) -> Generator[tupl
     parts = [statistics.median(line[name] for line in lines) * 1e3 for name in ("pack_s", "copy_s", "publish_s")]
     yield "of a batch: pack, copy to the slot, announce", f"{', '.join(f'{part:.2f}' for part in parts)} ms"
     if last.device.type == "cuda":
-        peaks = [torch.cuda.max_memory_allocated(place.device) / GIB for place in half.model.stages]
+        peaks = [torch.cuda.max_memory_allocated(each.device) / GIB for each in half.model.stages]
         yield "peak memory", f"{', '.join(f'{peak:.2f}' for peak in peaks)} GiB"
         flops = ForwardFlops(half.model.decoder).of(np.full(options.rows, options.length))
         product_rate = gemm_rate(half.config, num_tokens)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from common.device.memory import GIB
 from common.device.stopwatch import Stopwatch
 from common.metrics import MetricsWriter
 from services.target.flops import ForwardFlops, peak_flops_per_s
@@ -58,12 +59,8 @@ class Health:
             device_laps_s: seconds of each device by name.
         """
         interval_s, self._copied_s = copied_s - self._copied_s, copied_s
-        for index, (watch, each_s) in enumerate(zip(watches, device_laps_s, strict=True)):
-            each_s["idle_s"] = max(0.0, watch.pause_s(self._watches[index])) if self._watches else 0.0
-        self._watches = watches
-        mean_s = {name: sum(each_s[name] for each_s in device_laps_s) / len(watches) for name in device_laps_s[0]}
-        laps_s = host_laps_s | mean_s
-        memory = [_count_memory(device) for device in self._devices]
+        devices = self._describe(watches, device_laps_s)
+        laps_s = host_laps_s | {name: _sum(devices, name) / len(devices) for name in ("idle_s", *device_laps_s[0])}
         num_tokens, flops = len(rows.token_index), self._flops.of(np.diff(rows.packed.cu_seqlens))
         self._metrics.write(
             batch=batch,
@@ -74,30 +71,42 @@ class Health:
             tokens_per_s=num_tokens / interval_s,
             tflops=flops / interval_s * 1e-12,
             utilisation=flops / interval_s / self._peak if self._peak else None,
-            **{name: sum(each[name] for each in memory) for name in memory[0]},
-            **self._each(device_laps_s, memory),
+            **{name: _sum(devices, name) for name in _count_memory(self._devices[0])},
+            **({"devices": devices} if len(devices) > 1 else {}),
             time_s=time.time(),
         )
         for name, value in (laps_s | {"num_tokens": num_tokens, "flops": flops, "interval_s": interval_s}).items():
             self._sums[name] += value
         if copied_s - self._reported_s >= _REPORT_S:
-            self._report()
-            self._reported_s = copied_s
+            self._report(devices)
 
-    def _each(self, device_laps_s: list[dict[str, float]], memory: list[dict[str, int]]) -> dict[str, Any]:
-        """Return the figures of each device of several."""
-        if len(self._devices) == 1:
-            return {}
-        parts = zip(self._devices, device_laps_s, memory, strict=True)
-        return {"devices": [{"device": str(device), **laps_s, **counters} for device, laps_s, counters in parts]}
+    def _describe(self, watches: list[Stopwatch], device_laps_s: list[dict[str, float]]) -> list[dict[str, Any]]:
+        """Return the figures of each device: its seconds, also those since the batch before, and its memory."""
+        befores = self._watches or watches  # pauses before the first batch are negative, so 0
+        idle_s = [max(0.0, watch.pause_s(before)) for watch, before in zip(watches, befores, strict=True)]
+        parts = zip(self._devices, idle_s, device_laps_s, strict=True)
+        self._watches = watches
+        return [
+            {"device": str(device), "idle_s": pause_s, **laps_s, **_count_memory(device)} for device, pause_s, laps_s in parts
+        ]
 
-    def _report(self) -> None:
+    def _report(self, devices: list[dict[str, Any]]) -> None:
         sums, interval_s = self._sums, self._sums["interval_s"]
         shares = ", ".join(f"{name.replace('_', ' ')} {sums[f'{name}_s'] / interval_s:.1%}" for name in _SHARES)
         utilisation = f", {sums['flops'] / interval_s / self._peak:.1%} of peak" if self._peak else ""
         speed = f"{sums['num_tokens'] / interval_s:,.0f} tokens/s, {sums['flops'] / interval_s * 1e-12:.1f} TFLOP/s"
         log.info("%s%s; %s", speed, utilisation, shares)
+        for each in devices if len(devices) > 1 else []:
+            memory = f", {each['reserved_bytes'] / GIB:.1f} GiB reserved" if "reserved_bytes" in each else ""
+            log.info(
+                "%s: forward %.3f s, idle %.3f s of the last batch%s", each["device"], each["forward_s"], each["idle_s"], memory
+            )
         self._sums.clear()
+        self._reported_s = self._copied_s
+
+
+def _sum(devices: list[dict[str, Any]], name: str) -> Any:
+    return sum(each[name] for each in devices)
 
 
 def _count_memory(device: torch.device) -> dict[str, int]:

@@ -51,7 +51,7 @@ def load_decoder(config: Config, devices: Sequence[torch.device]) -> tuple[PreTr
     _cut(text_config, num_layers)
     began = time.monotonic()
     dtype: torch.dtype = getattr(torch, config.model.dtype)
-    first_layers, device_map = _place(text_config, dtype, devices)
+    first_layers, device_map = _assign(text_config, dtype, devices)
     if config.model.random_init:
         decoder = _make_random(text_config, read_initializer_range(folder), config.seed, device, dtype)
     else:
@@ -66,7 +66,7 @@ def load_decoder(config: Config, devices: Sequence[torch.device]) -> tuple[PreTr
     return decoder, first_layers
 
 
-def _place(
+def _assign(
     text_config: PretrainedConfig, dtype: torch.dtype, devices: Sequence[torch.device]
 ) -> tuple[list[int], dict[str, torch.device]]:
     """Return the first layer of each device, and the device of each module by name; what is no layer lies on the first."""

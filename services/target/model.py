@@ -75,7 +75,7 @@ class TargetModel:
         self._capture = Capture(layers, tap_layers)
         self._enter: Enter = _ignore
         self._handovers: list[Handover] = []
-        self.place(devices, first_layers)
+        self.assign(devices, first_layers)
 
     @classmethod
     def load(cls, config: Config, *devices: torch.device) -> "TargetModel":
@@ -90,7 +90,7 @@ class TargetModel:
         model._check_embedding(devices[0])
         return model
 
-    def place(self, devices: Sequence[torch.device], first_layers: Sequence[int]) -> None:
+    def assign(self, devices: Sequence[torch.device], first_layers: Sequence[int]) -> None:
         """Make one stage per device, and move layers that lie elsewhere; all that is no layer stays on the first device."""
         for handover in self._handovers:
             handover.remove()

@@ -94,7 +94,7 @@ class WarmUp:
             others = torch.cuda.max_memory_allocated(stage.device) - sum(weights[layer] for layer in stage.layers)
             rooms.append(allowed_bytes(stage.device) * _USED_PART - others - buffers)
         if first_layers := split(seconds, weights, rooms):
-            self._model.place(self._devices, first_layers)
+            self._model.assign(self._devices, first_layers)
             _free_cached_memory()
         for stage in self._model.stages:
             stage_s = sum(seconds[layer] for layer in stage.layers)

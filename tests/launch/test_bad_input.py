@@ -46,6 +46,10 @@ def refuse(run: LaunchedRun, code: int, *parts: str) -> None:
         ),
         ('targets.devices=["cpu+tpu:0"]', ["targets.devices: needed cpu or cuda:N", "found cpu+tpu:0"]),
         ('targets.devices=["cpu+"]', ["targets.devices: needed cpu or cuda:N", "found cpu+"]),
+        (
+            ["ring.num_slots=3", 'targets.devices=["cpu+cpu+cpu"]'],
+            ["ring.num_slots: needed at least 4 for a target of 3 devices"],
+        ),
         (["targets.compile=true", 'targets.devices=["cpu+cpu"]'], ["targets.compile: needed false for targets on a CPU"]),
         ('targets.devices=["cuda:0+cuda:99"]', ["error: targets.devices: needed cuda:99, found ", " GPUs\n"]),
         ('drafters.devices=["cpu+cpu"]', ["drafters.devices: needed cpu or cuda:N, found cpu+cpu"]),
