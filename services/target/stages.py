@@ -167,7 +167,7 @@ class Handover:
     def _buffer(self, num_bytes: int) -> torch.Tensor:
         """Return the next buffer of this forward; a new or larger one is made for all slots at once."""
         if self._num_brought == len(self._buffers):
-            self._buffers.append(torch.empty(0, 0))
+            self._buffers.append(torch.empty(len(self._free), 0, dtype=torch.uint8, device=self._stage.device))
         if self._buffers[self._num_brought].shape[1] < num_bytes:
             shape = len(self._free), round_up(num_bytes, _ALIGNMENT_BYTES)
             self._buffers[self._num_brought] = torch.empty(shape, dtype=torch.uint8, device=self._stage.device)

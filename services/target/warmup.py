@@ -23,7 +23,7 @@ from common.errors import ConfigError
 from common.ring.layout import SlotLayout
 from services.target.model import TargetModel
 from services.target.rows import TargetRows, make_rows
-from services.target.stages import count_layer_bytes, split
+from services.target.stages import Stage, count_layer_bytes, split
 from services.target.staging import Staging
 
 _STEP_TOKENS = 256
@@ -52,7 +52,7 @@ class WarmUp:
         began = time.monotonic()
         chosen = sorted(shapes, key=lambda shape: shape.num_rows * shape.length, reverse=self._on_gpu)
         chosen = chosen if self._on_gpu else chosen[:1]
-        if self._on_gpu and len(self._devices) > 1 and chosen:
+        if len(self._devices) > 1 and chosen:
             self._balance(chosen[0])
         stagings = self._try(self._layout, chosen, check)
         if stagings is None:
@@ -82,23 +82,27 @@ class WarmUp:
         """Cut the stages anew, by the time that each layer needs for this shape, and within the memory that it leaves."""
         tokens = np.random.default_rng(0).integers(0, self._model.vocab_size, (shape.num_rows, shape.length))
         input_ids, weights = torch.from_numpy(tokens).to(self._devices[0]), count_layer_bytes(self._model.decoder)
-        self._reset_peaks()
+        if self._on_gpu:
+            self._reset_peaks()
         try:
             for _ in range(2):  # the first one tunes and compiles
                 seconds = self._model.time_layers(input_ids)
         except torch.OutOfMemoryError:
             return  # refused by the caller
-        buffers = self._layout.hidden_bytes(self._layout.capacity_tokens) * (len(self._devices) + 1)
-        rooms = []
-        for stage in self._model.stages:
-            others = torch.cuda.max_memory_allocated(stage.device) - sum(weights[layer] for layer in stage.layers)
-            rooms.append(allowed_bytes(stage.device) * _USED_PART - others - buffers)
-        if first_layers := split(seconds, weights, rooms):
+        if first_layers := split(seconds, weights, [self._room(stage, weights) for stage in self._model.stages]):
             self._model.assign(self._devices, first_layers)
             _free_cached_memory()
         for stage in self._model.stages:
             stage_s = sum(seconds[layer] for layer in stage.layers)
             log.info("%s: %d layers, %.1f ms of %s tokens", stage.device, len(stage.layers), stage_s * 1e3, input_ids.numel())
+
+    def _room(self, stage: Stage, weights: Sequence[int]) -> float:
+        """Return the bytes for layers on a stage's device, beside the forward that was run and the staging buffers."""
+        if not self._on_gpu:
+            return float("inf")
+        buffers = self._layout.hidden_bytes(self._layout.capacity_tokens) * (len(self._devices) + 1)
+        others = torch.cuda.max_memory_allocated(stage.device) - sum(weights[layer] for layer in stage.layers)
+        return allowed_bytes(stage.device) * _USED_PART - others - buffers
 
     def _refusal(self, check: Callable[[], None]) -> ConfigError:
         longest, found = self._plan.bucket_lengths[-1], self._plan.max_tokens_per_batch

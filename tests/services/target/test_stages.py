@@ -4,6 +4,7 @@ B rows, S padded length, K taps, H hidden size.
 """
 
 import itertools
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from common.actor.messages import BatchShape
 from common.config import Config
 from common.errors import ConfigError
 from common.ring import memory
@@ -93,6 +95,16 @@ def test_a_stage_gets_copies_and_not_what_the_stage_before_goes_on_with(tmp_path
     assert addresses[3] == addresses[0]
 
 
+def test_nothing_of_a_batch_is_held_when_it_is_launched(tmp_path: Path) -> None:
+    model = TargetModel.load(make_config(make_any_folder("llama", tmp_path), [4]), CPU, CPU)
+    outputs: list[weakref.ref[torch.Tensor]] = []
+    layers: Any = model.decoder.layers
+    for layer in layers:
+        layer.register_forward_hook(lambda _, __, output: outputs.append(weakref.ref(output)))
+    model.run(make_ids(2, 9), lambda tap_index, tap: None)
+    assert [output() for output in outputs] == [None] * 5
+
+
 def test_a_forward_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     config = make_config(make_any_folder("qwen3", tmp_path), [1, 4])
     model = TargetModel.load(config, CPU, CPU)
@@ -111,7 +123,7 @@ def fill_slots(config: Config, num_stages: int) -> list[tuple[torch.Tensor, int]
     """Return bytes and checksum of the slots of three batches."""
     layout = SlotLayout.of(config)
     model = TargetModel.load(config, *[CPU] * num_stages)
-    stagings = WarmUp(model, layout, config.plan).run([], lambda: None)
+    stagings = WarmUp(model, layout, config.plan).run([BatchShape(2, 8)], lambda: None)  # which cuts the stages anew
     assert len(stagings) == num_stages + 1
     writer = RingWriter(memory.create("ring", layout.ring_bytes(3)), layout, 3)
     filled = []

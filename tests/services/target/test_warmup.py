@@ -1,5 +1,6 @@
 """The warm-up on a CPU: the staging buffers, and one small forward."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,20 @@ def test_the_smallest_shape_runs_and_every_buffer_is_made(warm_up: tuple[TargetM
     for staging in stagings:  # the largest batch
         model.run(staging.upload(make_rows(tokens, tokens, range(4), 16)), staging.keep)
         assert staging.hidden_states().shape == (64, 2, 32)
+
+
+def test_the_slow_layer_of_a_split_target_gets_a_stage_of_its_own(tmp_path: Path) -> None:
+    make_folder("llama", tmp_path)
+    config = make_config(tmp_path, [1, 4])
+    model, one = TargetModel.load(config, CPU, CPU), TargetModel.load(config, CPU)
+    model.decoder.layers[4].mlp.register_forward_hook(lambda *_: time.sleep(0.5))  # type: ignore[index, union-attr]
+    assert model.stages[1].layers.start < 4
+    stagings = WarmUp(model, SlotLayout.of(config), config.plan).run(SHAPES, lambda: None)
+    assert [stage.layers for stage in model.stages] == [range(4), range(4, 5)]
+    assert [list(stage.taps) for stage in model.stages] == [[0], [1]]
+    assert len(stagings) == 3
+    input_ids = torch.arange(18).view(2, 9)
+    assert all(map(torch.equal, model.forward(input_ids), one.forward(input_ids)))
 
 
 def test_shapes_between_stand_for_every_range_of_tokens() -> None:
