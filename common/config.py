@@ -20,6 +20,7 @@ from common.target_shape import TargetShape, read_target_shape
 from common.typed_toml import (
     Count,
     Device,
+    Devices,
     DType,
     Natural,
     NonNegative,
@@ -78,7 +79,7 @@ class RingConfig(Section, frozen=True, kw_only=True):
     """The shared-memory ring of each target."""
 
     num_slots: Count = 4  # batches that a target can be ahead
-    layout: Literal["packed", "split"] = "packed"  # of the hidden states of T tokens and K taps: [T, K, H] or [K, T, H]
+    layout: Literal["packed", "split"] = "packed"  # of T tokens and K taps, [T, K, H] or [K, T, H]; joined devices: split
     dtype: DType = "bfloat16"  # of the hidden states in transit
 
 
@@ -92,6 +93,7 @@ class ActorsConfig(Section, frozen=True, kw_only=True):
 class TargetsConfig(ActorsConfig, frozen=True, kw_only=True):
     """The target processes."""
 
+    devices: Annotated[list[Devices], Meta(min_length=1)]  # one process on each entry; "cuda:0+cuda:1" splits its layers
     precision: Literal["model", "checkpoint"] = "model"  # of linear layers: model.dtype, or FP8 as stored
     compile: bool = False  # each decoder layer, with torch.compile: faster, and a longer warm-up; GPUs only
 
@@ -241,11 +243,22 @@ def _check(config: Config) -> None:
     _check_data(config.data)
     _check_plan(config.plan, config.num_drafters)
     _check_train(config.train, config.plan, config.shape)
-    compiles = not config.targets.compile or "cpu" not in config.targets.devices
-    need(compiles, "targets.compile", "false for targets on a CPU", "true")
-    fits = config.model.dtype == "bfloat16" and "cpu" not in config.targets.devices
-    is_plain = config.targets.precision == "model"
-    need(is_plain or fits, "targets.precision", '"model", or model.dtype = "bfloat16" and targets on GPUs', '"checkpoint"')
+    _check_targets(config.targets, config.ring.num_slots, config.draft.tap_layers[-1] + 1)
+    on_gpus = all("cpu" not in entry and "+" not in entry for entry in config.targets.devices)
+    fits = config.targets.precision == "model" or (config.model.dtype == "bfloat16" and on_gpus)
+    needed = '"model", or model.dtype = "bfloat16" and targets of one GPU each'
+    need(fits, "targets.precision", needed, '"checkpoint"')
+
+
+def _check_targets(targets: TargetsConfig, num_slots: int, num_layers: int) -> None:
+    for entry in targets.devices:
+        names = entry.split("+")
+        need(names[0] == "cpu" or len(set(names)) == len(names), "targets.devices", "each GPU once in an entry", entry)
+        fits = len(names) <= num_layers
+        need(fits, "targets.devices", f"at most {num_layers} devices for the {num_layers} layers up to the last tap", entry)
+        slots = f"at least {len(names) + 1} for a target of {len(names)} devices"
+        need(len(names) == 1 or num_slots > len(names), "ring.num_slots", slots, num_slots)
+        need("cpu" not in names or not targets.compile, "targets.compile", "false for targets on a CPU", "true")
 
 
 def _check_data(data: DataConfig) -> None:

@@ -22,6 +22,13 @@ Positive = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 DType = Literal["float32", "bfloat16"]
 Device = Annotated[str, Meta(pattern=r"^(cpu|cuda:\d+)$", description="cpu or cuda:N")]
+Devices = Annotated[
+    str,
+    Meta(
+        pattern=r"^(cpu(\+cpu)*|cuda:\d+(\+cuda:\d+)*)$",
+        description="cpu or cuda:N, or several of one kind joined by + for a target that is split over them",
+    ),
+]
 _FIELD = re.compile(r"(missing required|contains unknown) field `(.*?)`")
 _PATH = re.compile(r" - at `\$\.?(.*)`$")
 _STEP = re.compile(r"\[.*?\]|[^.\[]+")

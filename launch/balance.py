@@ -19,7 +19,7 @@ import torch
 
 from common.actor.messages import BatchShape
 from common.config import Config, load
-from common.device.memory import take_device
+from common.device.memory import take_device, take_devices
 from common.ring.layout import SlotLayout
 from launch.arguments import make_parser, run_command
 from launch.data.synthetic import write_synthetic
@@ -41,15 +41,14 @@ from services.target.warmup import WarmUp
 def measure_target(config: Config, plan: Plan) -> float:
     """Return the tokens per second of one target, warmed up."""
     torch.set_num_threads(config.targets.num_threads)
-    device = take_device(config.targets.devices[0], "targets.devices")
-    model = TargetModel.load(config, device)
+    model = TargetModel.load(config, *take_devices(config.targets.devices[0], "targets.devices"))
     if config.targets.compile:
         model.compile_layers()
-    staging, *_ = WarmUp(model, SlotLayout.of(config), config.plan, device).run(plan.shapes, lambda: None)
-    return measure_speed(model, staging, plan.shapes, device)
+    stagings = WarmUp(model, SlotLayout.of(config), config.plan).run(plan.shapes, lambda: None)
+    return measure_speed(model, stagings[0], plan.shapes) * len(model.stages)  # which work on as many batches at a time
 
 
-def measure_speed(model: TargetModel, staging: Staging, shapes: list[BatchShape], device: torch.device) -> float:
+def measure_speed(model: TargetModel, staging: Staging, shapes: list[BatchShape]) -> float:
     """Return the tokens per second over an epoch's batches of these shapes, forward and packing.
 
     The tokens are random: a GPU computes faster with constant values, so a measurement would promise too much.
@@ -58,10 +57,10 @@ def measure_speed(model: TargetModel, staging: Staging, shapes: list[BatchShape]
     for shape in (shape for shape in shapes if shape.num_batches):
         tokens = random.integers(0, model.vocab_size, (shape.num_rows, shape.length), np.int32)
         rows = make_rows(list(tokens), list(tokens), range(shape.num_rows), shape.length)
-        _synchronize(device)
+        model.synchronize()
         began = time.perf_counter()
-        model.run(staging.upload(rows), staging.keep)
-        _synchronize(device)
+        model.run(staging.upload(rows), staging.keep, staging.enter)
+        model.synchronize()
         num_tokens += shape.num_batches * shape.num_rows * shape.length
         taken_s += shape.num_batches * (time.perf_counter() - began)
     return num_tokens / taken_s
@@ -102,11 +101,6 @@ def balance(config: Config) -> list[str]:
         f"{config.num_drafters} drafters train on {taken:,.0f} tokens/s, {mean:,.0f} anchors a batch on average",
         f"anchors_per_batch = {anchors}",
     ]
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _balance(options: argparse.Namespace) -> None:

@@ -23,9 +23,9 @@ from launch.operate.dashboard import show
 from launch.operate.plan_table import format_plan
 from launch.operate.report import Ending, summarize, write_report
 from launch.operate.run import run
-from launch.operate.run_config import check_input, find_absent, resolve
+from launch.operate.run_config import check_input, find_absent, read_gpus, resolve
 from launch.operate.run_directory import check_resume, check_run_dir, lock_run_dir
-from launch.operate.topology import Topology, describe, plan_topology
+from launch.operate.topology import Topology, describe, describe_gpus, plan_topology
 from services.exchange.plan import Plan
 from services.exchange.samples import read_run_data
 
@@ -36,12 +36,13 @@ def start(options: argparse.Namespace) -> int:
     """Resolve, check, lock, prepare, run, report: one function each. A dry run ends before anything is written."""
     given, run_dir = _load(options)
     topology = plan_topology(given)
+    gpus = describe_gpus(topology, read_gpus()) if options.dry_run else ""
     if options.dry_run and (absent := find_absent(given)):
-        print(f"{run_dir}\n{describe(topology)}", *(f"  not there yet: {line}" for line in absent), sep="\n")
+        print(f"{run_dir}\n{describe(topology)}{gpus}", *(f"  not there yet: {line}" for line in absent), sep="\n")
         return EXIT_DONE
     config = resolve(given, run_dir)
     check(config, topology, run_dir)
-    print(f"{run_dir}\n{describe(topology)}", flush=True)
+    print(f"{run_dir}\n{describe(topology)}{gpus}", flush=True)
     if options.dry_run:
         return EXIT_DONE
     os.umask(0o077)  # all files of the run and its actors are the owner's alone

@@ -18,6 +18,14 @@ def take_device(name: str, key: str) -> torch.device:
     return device
 
 
+def take_devices(entry: str, key: str) -> list[torch.device]:
+    """Return the devices of a target, joined by "+", the first as the current one of this thread; ConfigError without one."""
+    names = entry.split("+")
+    devices = [take_device(name, key) for name in names]
+    take_device(names[0], key)
+    return devices
+
+
 def allowed_bytes(device: torch.device) -> int:
     """Return the bytes that this process has or can still get of a GPU, by the device and by its own limit."""
     free, total = torch.cuda.mem_get_info(device)

@@ -6,10 +6,11 @@ import torch
 
 
 class Stopwatch:
-    """Starts when it is made; a GPU's laps are on the current stream."""
+    """Starts when it is made; a GPU's laps are on the given stream, or else on the current one."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
         self._on_gpu = device.type == "cuda"
+        self._stream = stream
         self._names: list[str] = []
         self._marks = [self._mark()]
 
@@ -33,7 +34,7 @@ class Stopwatch:
         if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
+        event.record(self._stream)
         return event
 
     @staticmethod

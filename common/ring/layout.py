@@ -95,7 +95,7 @@ class SlotLayout(msgspec.Struct, frozen=True, kw_only=True):
             capacity_samples=samples,
             num_taps=taps,
             hidden_size=hidden,
-            split=config.ring.layout == "split",
+            split=config.ring.layout == "split" or any("+" in entry for entry in config.targets.devices),  # one copy per device
             hidden_dtype=config.ring.dtype,
             rows=rows,
             stride=round_up(offset, HUGE_PAGE_BYTES),

@@ -19,6 +19,7 @@ from common.errors import HeadraceError, SlotSizeError
 from common.ring import memory
 from common.ring.layout import SlotHeader, SlotLayout
 
+_PORTABLE = 1  # cudaHostRegisterPortable: for every GPU of a target
 _page_locked: list[torch.Tensor] = []  # never unmapped: a later mapping at the same addresses could not be registered
 
 
@@ -37,7 +38,7 @@ def page_lock(tensor: torch.Tensor) -> None:
     if tensor.is_pinned():
         raise HeadraceError(f"memory of {tensor.nbytes} bytes: needed to be registered once, found registered already")
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    error = int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+    error = int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, _PORTABLE))
     if error != 0:
         raise HeadraceError(f"cudaHostRegister of {tensor.nbytes} bytes: error {error}; is `ulimit -l` too small?")
     _page_locked.append(tensor)

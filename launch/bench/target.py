@@ -1,20 +1,23 @@
-"""The target's half of a run on one device: forward, pack, copy and publish, beside the bare forward and plain transformers.
+"""The target's half of a run: forward, pack, copy and publish, beside the bare forward and plain transformers.
 
     python -m launch.bench target --shape qwen3_8b [--rows 8] [--length 2048] [--steps 5] [--repetitions 3] [--plain]
-        [--set KEY=VALUE ...]
+        [--devices cuda:0+cuda:1] [--set KEY=VALUE ...]
 
 Random weights. The target's own service runs in this process, batch by batch; a real exchange answers, in a process of its
 own; the slots are released as soon as they are granted. Rates are medians over interleaved repetitions: the time from the end
-of one forward to the end of the next, on the device. `--plain` first measures the whole model as transformers runs it,
+of one forward to the end of the next, on the last device. `--devices` splits the target; its forward on the first device
+alone is then measured before, and its taps are compared. `--plain` first measures the whole model as transformers runs it,
 with the same weights on the same rows, and frees it. The shape `tiny` runs on a CPU.
 """
 
 import argparse
 import gc
 import itertools
+import os
 import statistics
 import time
 from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +37,10 @@ from launch.bench.harness.stage import Stage
 from launch.bench.harness.table import Rows, make_parser, print_rows
 from launch.bench.shapes import SHAPES, random_run
 from launch.decoding.full_target import load_plain_target
+from launch.operate.child import SPLIT_ENVIRONMENT
 from services.target.flops import ForwardFlops
-from services.target.rows import read_rows
+from services.target.model import TargetModel
+from services.target.rows import TargetRows, read_rows
 from services.target.service import TargetService
 
 _DEVICE_WORK = ("upload_s", "forward_s", "pack_s")
@@ -46,13 +51,13 @@ class Half:
 
     def __init__(self, stage: Stage, num_rows: int) -> None:
         self.config = stage.config
-        self.device = torch.device(self.config.targets.devices[0])
         record = next(spec.record for spec in stage.topology.actors if spec.role == "target")
         fds = {"board_fd": stage.fds.board, "ring_fd": stage.fds.rings[0]}
         self.actor = Actor("target", argparse.Namespace(run_dir=stage.run_dir, index=0, record=record, **fds))
         began = time.perf_counter()
         self.service = TargetService(self.actor)
-        synchronize(self.device)
+        self.model = self.service.model
+        self.model.synchronize()
         self.load_s = time.perf_counter() - began
         began = time.perf_counter()
         self._publisher = self.service.warm_up()
@@ -67,7 +72,7 @@ class Half:
         Returns:
             The service's metrics of every batch but the first, and the seconds of every call.
         """
-        synchronize(self.device)
+        self.model.synchronize()
         first, host_s = len(self._metrics()) + 1, []
         for _ in range(num_batches + 1):
             began = time.perf_counter()
@@ -82,7 +87,7 @@ class Half:
         """Launch the forward of one batch, and do nothing with it."""
         sample_ids = [next(self._ids) for _ in range(self._num_rows)]
         rows = read_rows(self._dataset, sample_ids, self.config.plan.bucket_lengths)
-        self.service.model.run(upload(rows.input_ids.numpy(), self.device), lambda tap_index, tap: None)
+        launch_forward(self.model, rows)
 
     def close(self) -> None:
         self.actor.stopping = True
@@ -92,18 +97,24 @@ class Half:
         return list(read_metrics(self.actor.run_dir, self.actor.name))
 
 
+def launch_forward(model: TargetModel, rows: TargetRows) -> None:
+    model.run(upload(rows.input_ids.numpy(), model.stages[0].device), lambda tap_index, tap: None)
+
+
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def measure_periods_s(launch: Callable[[], None], num_batches: int, device: torch.device) -> list[float]:
-    """Return the device's seconds from the end of one batch to the end of the next.
+def measure_periods_s(
+    launch: Callable[[], None], num_batches: int, device: torch.device, stream: torch.cuda.Stream | None = None
+) -> list[float]:
+    """Return the device's seconds from the end of one batch to the end of the next, on `stream` or else the current one.
 
     One batch more than `num_batches` is launched: the first finds the device idle and is not timed.
     """
     synchronize(device)
-    watch = Stopwatch(device)
+    watch = Stopwatch(device, stream)
     for number in range(num_batches + 1):
         launch()
         watch.lap(str(number))
@@ -114,28 +125,35 @@ def measure_periods_s(launch: Callable[[], None], num_batches: int, device: torc
 def measure(stage: Stage, options: argparse.Namespace) -> Rows:
     """Yield the rows of the table, as they are measured."""
     torch.set_num_threads(stage.config.targets.num_threads)
-    plain_rates: dict[str, float] = {}
+    others: dict[str, float] = {}
     if options.plain:
-        plain_rates = yield from measure_plain(stage.config, options)
-        gc.collect()  # its model
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        others |= yield from measure_plain(stage.config, options)
+        free_memory()
+    one_device: list[torch.Tensor] = []
+    if "+" in stage.config.targets.devices[0]:
+        others["one device"], one_device = yield from measure_one_device(stage.config, options)
+        free_memory()
     half = Half(stage, options.rows)
     yield "load", f"{half.load_s:.1f} s"
     yield "warm-up, with all tuning and compiling in it", f"{half.warm_up_s:.1f} s"
-    reset_peak(half.device)
+    for each in half.model.stages:
+        reset_peak(each.device)
     half.publish(2)
     rate = yield from measure_published(half, options)
     half.close()
-    for name, plain_rate in plain_rates.items():
-        yield f"published over {name}", f"{rate / plain_rate:.3f}"
+    for name, other_rate in others.items():
+        yield f"published over {name}", f"{rate / other_rate:.3f}"
+    if one_device:
+        input_ids = first_rows(stage.config, options).input_ids.to(first_device(stage.config))
+        taps = [tap.cpu() for tap in half.model.forward(input_ids)]
+        yield "taps equal to those of one device", "yes" if all(map(torch.equal, taps, one_device)) else "NO"
 
 
 def measure_published(half: Half, options: argparse.Namespace) -> Generator[tuple[str, str], None, float]:
     """Yield the speed of the service beside the bare forward, in turns; return the tokens per second of the service."""
-    device, num_tokens = half.device, options.rows * options.length
+    last, num_tokens = half.model.stages[-1], options.rows * options.length
     runs = [
-        (*half.publish(options.steps), measure_periods_s(half.compute, options.steps, device))
+        (*half.publish(options.steps), measure_periods_s(half.compute, options.steps, last.device, last.stream))
         for _ in range(options.repetitions)
     ]
     lines = [line for found, _, _ in runs for line in found]
@@ -155,20 +173,20 @@ def measure_published(half: Half, options: argparse.Namespace) -> Generator[tupl
     yield "launching thread held back while the device works", f"{ahead_s * 1e3:.1f} ms a batch (as far ahead as it may be)"
     parts = [statistics.median(line[name] for line in lines) * 1e3 for name in ("pack_s", "copy_s", "publish_s")]
     yield "of a batch: pack, copy to the slot, announce", f"{', '.join(f'{part:.2f}' for part in parts)} ms"
-    if device.type == "cuda":
-        yield "peak memory", f"{torch.cuda.max_memory_allocated() / GIB:.2f} GiB"
-        flops = ForwardFlops(half.service.model.decoder).of(np.full(options.rows, options.length))
+    if last.device.type == "cuda":
+        peaks = [torch.cuda.max_memory_allocated(each.device) / GIB for each in half.model.stages]
+        yield "peak memory", f"{', '.join(f'{peak:.2f}' for peak in peaks)} GiB"
+        flops = ForwardFlops(half.model.decoder).of(np.full(options.rows, options.length))
         product_rate = gemm_rate(half.config, num_tokens)
         yield "arithmetic of a forward", f"{flops / 1e12:.1f} TFLOP"
         yield "rate of a matrix product of this many rows", f"{product_rate / 1e12:.0f} TFLOP/s"
-        yield "utilisation of the forward", f"{flops / forward_s / product_rate:.1%}"
+        yield "utilisation of the forward", f"{flops / forward_s / product_rate / len(peaks):.1%}"
     return rate
 
 
 def measure_plain(config: Config, options: argparse.Namespace) -> Generator[tuple[str, str], None, dict[str, float]]:
     """Yield the speed of the whole model with all hidden states, with the logits of every token and of the last only."""
-    device = torch.device(config.targets.devices[0])
-    rows = read_rows(Dataset.open(Path(config.data.path)), range(options.rows), config.plan.bucket_lengths)
+    device, rows = first_device(config), first_rows(config, options)
     model, input_ids = load_plain_target(config, device), rows.input_ids.to(device)
     rates = {}
     for name, num_logits in (("plain transformers", 0), ("plain transformers without logits", 1)):
@@ -187,9 +205,40 @@ def measure_plain(config: Config, options: argparse.Namespace) -> Generator[tupl
     return rates
 
 
+def measure_one_device(
+    config: Config, options: argparse.Namespace
+) -> Generator[tuple[str, str], None, tuple[float, list[torch.Tensor]]]:
+    """Yield the speed of the forward on the first device alone; return tokens per second, and the taps of one batch."""
+    device, rows = first_device(config), first_rows(config, options)
+    model = TargetModel.load(config, device)
+    if config.targets.compile:
+        model.compile_layers()
+    taps = [tap.cpu() for tap in model.forward(rows.input_ids.to(device))]
+    launch = partial(launch_forward, model, rows)
+    measure_periods_s(launch, 2, device)
+    periods_s = [s for _ in range(options.repetitions) for s in measure_periods_s(launch, options.steps, device)]
+    rate = options.rows * options.length / statistics.median(periods_s)
+    yield "tokens/s, one device", f"{rate:.0f}"
+    return rate, taps
+
+
+def first_device(config: Config) -> torch.device:
+    return torch.device(config.targets.devices[0].split("+")[0])
+
+
+def first_rows(config: Config, options: argparse.Namespace) -> TargetRows:
+    return read_rows(Dataset.open(Path(config.data.path)), range(options.rows), config.plan.bucket_lengths)
+
+
+def free_memory() -> None:  # of a model that is no longer used
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def main(arguments: list[str]) -> int:
@@ -199,9 +248,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=5, help="batches of a repetition")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--plain", action="store_true", help="also the whole model in transformers")
+    parser.add_argument("--devices", help='of the target, such as "cuda:0+cuda:1" (default: cuda:0, or cpu for tiny)')
     options = parser.parse_args(arguments)
-    device = "cpu" if options.shape == "tiny" else "cuda:0"
-    if device != "cpu" and not torch.cuda.is_available():
+    device = options.devices or ("cpu" if options.shape == "tiny" else "cuda:0")
+    if "+" in device:
+        os.environ |= SPLIT_ENVIRONMENT  # CUDA reads it when it starts
+    if "cuda" in device and not torch.cuda.is_available():
         print("bench target: needed a CUDA GPU, found none")
         return 2
     settings = [
@@ -212,7 +264,7 @@ def main(arguments: list[str]) -> int:
         'drafters.devices=["cpu"]',
         *options.overrides,
     ]
-    name = torch.cuda.get_device_name() if device != "cpu" else "CPU"
+    name = torch.cuda.get_device_name() if "cuda" in device else "CPU"
     print(f"{name}, torch {torch.__version__}, {' '.join(arguments)}", flush=True)
     with Stage(random_run(options.shape, options.length, settings), "target") as stage:
         stage.await_ready(stage.start("exchange"))

@@ -111,7 +111,7 @@ class Pipeline:
     def _produce(self, device: torch.device) -> Iterator[Flight]:
         config, plan = self._config, self._plan
         model = TargetModel.load(config, device)
-        WarmUp(model, SlotLayout.of(config), config.plan, device).run(plan.shapes, lambda: None)
+        WarmUp(model, SlotLayout.of(config), config.plan).run(plan.shapes, lambda: None)
         for batch in range(plan.num_batches):
             rows = read_rows(self._dataset, plan.sample_ids(batch), config.plan.bucket_lengths)
             watch = Stopwatch(device)

@@ -86,7 +86,7 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype | None = N
     disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        model, report = load_pretrained(_auto_class(config), folder, config, device, dtype)
+        model, report = load_pretrained(_auto_class(config), folder, config, {"": device}, dtype)
     except torch.OutOfMemoryError:
         raise
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:

@@ -21,6 +21,9 @@ _ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # batches of many shapes fragment nothing
 }
+SPLIT_ENVIRONMENT = {
+    "CUDA_SCALE_LAUNCH_QUEUES": "4x"
+}  # one thread launches for several GPUs: a full queue of one starves another
 
 
 class Exit(NamedTuple):
@@ -76,7 +79,7 @@ class Child:
                 stdout=log,
                 stderr=log,
                 cwd=Path(__file__).parents[2],
-                env={**os.environ, **_ENVIRONMENT},
+                env={**os.environ, **_ENVIRONMENT, **(SPLIT_ENVIRONMENT if "+" in self.spec.device else {})},
                 pass_fds=inherited_fds(self.spec, fds),
                 start_new_session=True,
             )

@@ -34,6 +34,14 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
+class DeviceStatus(msgspec.Struct, frozen=True):
+    """One device of an actor; of a target, as its last batch found it."""
+
+    name: str
+    busy: float | None = None  # share of the time between two batches
+    reserved_bytes: int | None = None  # of a GPU, by the allocator of the actor
+
+
 class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One actor, as the kernel and the board show it."""
 
@@ -45,6 +53,7 @@ class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int
     lost_s: float  # from its last progress until it was ready again, over all its deaths
     last_exit: str | None
+    devices: list[DeviceStatus]
 
 
 class RingStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,13 +12,14 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from launch.operate.control_messages import ActorStatus, RunStatus
+from launch.operate.control_messages import ActorStatus, DeviceStatus, RunStatus
 
 _FIRST_TO_GO = ("ring", "waiting", "restarts", "tok/s", "acceptance", "loss")  # where the terminal is narrow
+_GIB = 2**30
 _INTERVAL_S = 1.0
 _INTERVAL_PIPED_S = 10.0
 _COLOURS = {"ready": "green", "starting": "yellow", "warming up": "yellow", "done": "cyan", "down": "red"}
-_COLUMNS = ("actor", "state", "pid", "uptime", "restarts", "last exit", "progress")
+_COLUMNS = ("actor", "state", "pid", "uptime", "restarts", "last exit", "progress", "devices")
 
 
 def show(text: str, end: str = "\n", stream: TextIO | None = None) -> None:
@@ -111,6 +112,11 @@ def _figures(status: RunStatus) -> Text:
     return Text("\n".join([*lines, parts["waiting"]] if status.verdict else lines))
 
 
+def _describe_device(device: DeviceStatus) -> str:
+    busy = "" if device.busy is None else f" {device.busy:.0%}"
+    return f"{device.name}{busy}" + (f" {device.reserved_bytes / _GIB:.1f} GiB" if device.reserved_bytes else "")
+
+
 def _actors(actors: list[ActorStatus]) -> Table:
     table = Table(*_COLUMNS, box=None, pad_edge=False)
     for actor in actors:
@@ -122,5 +128,6 @@ def _actors(actors: list[ActorStatus]) -> Table:
             str(actor.restarts),
             actor.last_exit or "-",
             "-" if actor.progress_age_s is None else f"{actor.progress_age_s:.1f} s ago",
+            ", ".join(map(_describe_device, actor.devices)),
         )
     return table

@@ -1,5 +1,6 @@
 """The configuration of a run as its processes read it: resolved once, its input checked before anything is written."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,12 +16,14 @@ from common.run_dir import DATA
 from launch.data.vocabulary import fingerprint_vocabulary
 
 _DRIVER_TIMEOUT_S = 60  # eight GPUs without persistence mode take some ten seconds
-_COUNT_GPUS = """
+_READ_GPUS = """
 import ctypes
-count = ctypes.c_int()
+count, memory = ctypes.c_int(), ctypes.c_size_t()
 driver = ctypes.CDLL("libcuda.so.1")
 driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
-print(count.value)
+for device in range(count.value):
+    driver.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
+    print(memory.value)
 """
 
 
@@ -70,25 +73,25 @@ def find_absent(config: Config) -> list[str]:
     return absent + list(_absent_devices(config))
 
 
-def count_gpus() -> int:
-    """Return how many GPUs the actors will see, by the driver's own count; 0 without a driver.
+def read_gpus() -> list[int]:
+    """Return the bytes of memory of each GPU that the actors will see, by the driver's own count; none without a driver.
 
-    A child process counts, so that the supervisor never initialises CUDA. The count obeys CUDA_VISIBLE_DEVICES and the
+    A child process asks, so that the supervisor never initialises CUDA. The count obeys CUDA_VISIBLE_DEVICES and the
     devices of a container, which /proc/driver/nvidia and nvidia-smi do not.
     """
-    line = [sys.executable, "-S", "-c", _COUNT_GPUS]
+    line = [sys.executable, "-S", "-c", _READ_GPUS]
     try:
-        counted = subprocess.run(line, capture_output=True, text=True, timeout=_DRIVER_TIMEOUT_S, check=False)
+        found = subprocess.run(line, capture_output=True, text=True, timeout=_DRIVER_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired as error:
-        found = f"none that answers within {_DRIVER_TIMEOUT_S} s"
-        raise ConfigError(f"targets.devices: needed a working GPU driver, found {found}") from error
-    return int(counted.stdout) if counted.returncode == 0 else 0
+        late = f"none that answers within {_DRIVER_TIMEOUT_S} s"
+        raise ConfigError(f"targets.devices: needed a working GPU driver, found {late}") from error
+    return [int(num_bytes) for num_bytes in found.stdout.split()] if found.returncode == 0 else []
 
 
 def _absent_devices(config: Config) -> Iterator[str]:
     devices = {"targets.devices": config.targets.devices, "drafters.devices": config.drafters.devices}
-    indices = {key: [int(name.removeprefix("cuda:")) for name in names if name != "cpu"] for key, names in devices.items()}
-    num_gpus = count_gpus() if any(indices.values()) else 0
+    indices = {key: [int(number) for number in re.findall(r"cuda:(\d+)", "+".join(names))] for key, names in devices.items()}
+    num_gpus = len(read_gpus()) if any(indices.values()) else 0
     for key, wanted in indices.items():
         if max(wanted, default=-1) >= num_gpus:
             yield f"{key}: needed cuda:{max(wanted)}, found {num_gpus} GPUs"

@@ -3,16 +3,22 @@
 import math
 import time
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from common.acceptance import find_best
 from common.actor.board import Board, Phase
 from common.ring.slot_table import SlotTable
+from common.run_dir import metrics_path
 from launch.operate.actor_state import State
 from launch.operate.child import Child
-from launch.operate.control_messages import ActorState, ActorStatus, RingStatus, RunStatus
+from launch.operate.control_messages import ActorState, ActorStatus, DeviceStatus, RingStatus, RunStatus
 from launch.operate.pace import Pace
 from launch.operate.supervisor import Supervisor
 
+_TAIL_BYTES = 1 << 16
+_BUSY = ("upload_s", "forward_s", "pack_s")
 _STATES: dict[Phase, ActorState] = {Phase.STARTING: "starting", Phase.WARMING_UP: "warming up", Phase.READY: "ready"}
 
 
@@ -67,10 +73,33 @@ class Gauges:
             restarts=self._supervisor.deaths.counts[name],
             lost_s=self._supervisor.deaths.lost_s(name),
             last_exit=str(child.last_exit) if child.last_exit else None,
+            devices=self._read_devices(child),
         )
+
+    def _read_devices(self, child: Child) -> list[DeviceStatus]:
+        """Return the actor's devices, with the figures of a target's last line of metrics while it is alive."""
+        names, path = child.spec.device.split("+"), metrics_path(self._run_dir, child.spec.name)
+        line = _last_object(path) if child.alive and child.spec.role == "target" else {}
+        figures: list[dict[str, Any]] = line.get("devices", [line] if line else [])
+        if len(figures) != len(names):
+            return [DeviceStatus(name) for name in names]
+        busy = [min(1.0, sum(each[name] for name in _BUSY) / line["interval_s"]) for each in figures]
+        memory = [each.get("reserved_bytes") for each in figures]
+        return [DeviceStatus(*each) for each in zip(names, busy, memory, strict=True)]
 
     def _read_rings(self) -> list[RingStatus]:
         targets = [child.spec.name for child in self._supervisor.children if child.spec.role == "target"]
         states = [self._table.read(slot).state.name.lower() for slot in range(len(self._table))]
         size = len(states) // len(targets)
         return [RingStatus(target=name, slots=states[i * size : (i + 1) * size]) for i, name in enumerate(targets)]
+
+
+def _last_object(path: Path) -> dict[str, Any]:
+    """Return the last whole line of a file of metrics; {} where there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            *_, line, _ = [b"", *file.read().split(b"\n")]  # the last one ends with a line feed, or is being written
+            return msgspec.json.decode(line, type=dict[str, Any])
+    except (OSError, msgspec.DecodeError):
+        return {}

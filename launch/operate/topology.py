@@ -20,7 +20,7 @@ class ActorSpec:
 
     role: str
     index: int
-    device: str
+    device: str  # of a target that is split: several, joined by "+"
     record: int  # on the board
 
     @property
@@ -88,6 +88,17 @@ def inherited_fds(spec: ActorSpec, fds: SharedFds) -> list[int]:
     """Return the memory that an actor may touch."""
     own = {"exchange": [fds.control], "target": fds.rings[spec.index : spec.index + 1], "drafter": fds.rings}
     return [fds.board, *own[spec.role]]
+
+
+def describe_gpus(topology: Topology, memory: list[int]) -> str:
+    """Format the memory of each GPU of the run, in bytes by number, and who is on it; "" where no GPU is used."""
+    users: dict[str, list[str]] = {}
+    for spec in topology.actors:
+        for device in spec.device.split("+"):
+            users.setdefault(device, []).append(spec.name)
+    gpus = {int(device.removeprefix("cuda:")): names for device, names in users.items() if device != "cpu"}
+    sizes = {index: f"{memory[index] / _GIB:.1f} GiB" if index < len(memory) else "absent" for index in gpus}
+    return "".join(f"\n  cuda:{index:<7} {sizes[index]:<10} {', '.join(gpus[index])}" for index in sorted(gpus))
 
 
 def describe(topology: Topology) -> str:

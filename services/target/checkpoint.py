@@ -12,7 +12,12 @@ from common.quantization import read_rule
 
 
 def load_pretrained(
-    model_class: Any, folder: Path, config: PretrainedConfig, device: torch.device, dtype: torch.dtype | None, **settings: Any
+    model_class: Any,
+    folder: Path,
+    config: PretrainedConfig,
+    device_map: dict[str, torch.device],
+    dtype: torch.dtype | None,
+    **settings: Any,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Load a class of transformers, or the one that an Auto class chooses for `config`; return it with the loader's report.
 
@@ -22,7 +27,7 @@ def load_pretrained(
     Raises:
         ModelError, SafetensorError: as `open_dequantized`; further errors as from_pretrained of transformers.
     """
-    settings |= {"device_map": {"": device}, "output_loading_info": True}
+    settings |= {"device_map": device_map, "output_loading_info": True}
     loaded: tuple[PreTrainedModel, dict[str, Any]]
     if read_rule(folder) is None:
         loaded = model_class.from_pretrained(folder, config=config, dtype=dtype or "auto", local_files_only=True, **settings)
@@ -34,6 +39,6 @@ def load_pretrained(
     for key in ("quantization_config", "compression_config"):
         config.__dict__.pop(key, None)  # or transformers would quantize the model again
     wanted: Any = dtype or config.dtype or torch.bfloat16
-    weights = open_dequantized(folder, device, wanted)
+    weights = open_dequantized(folder, next(iter(device_map.values())), wanted)
     loaded = model_class.from_pretrained(None, config=config, state_dict=weights, dtype=wanted, **settings)
     return loaded

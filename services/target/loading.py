@@ -8,15 +8,20 @@ computed on the device.
 import logging
 import re
 import time
+from bisect import bisect_right
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from accelerate.hooks import remove_hook_from_submodules
 from safetensors import SafetensorError
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from common.config import Config
 from common.decoder_config import read_text_config
+from common.device.memory import allowed_bytes
 from common.errors import ModelError
 from common.quantized_weights import find_consumed
 from common.target_shape import read_target_config
@@ -33,6 +38,7 @@ from services.target.architecture import attention_of, find_layers, make_cut_cla
 from services.target.checkpoint import load_pretrained
 from services.target.fp8_linear import quantize_linears, require_fp8, use_stored_numbers
 from services.target.linear_attention import choose_kernels
+from services.target.stages import count_layer_bytes, split_by_bytes
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +47,13 @@ _NUM_NAMED = 3  # tensors in an error
 _FINAL_NORM = "norm.weight"  # never run, and renamed by mistake in transformers' files of DeepSeek-V4
 
 
-def load_decoder(config: Config, device: torch.device) -> PreTrainedModel:
-    """Load the embedding and the layers up to the last tap of `config.model.path` to `device`; with random_init, make them."""
+def load_decoder(config: Config, devices: Sequence[torch.device]) -> tuple[PreTrainedModel, list[int]]:
+    """Load the embedding and the layers up to the last tap of `config.model.path`; with random_init, make them.
+
+    Returns:
+        The decoder, and the first layer of each device. Layers lie on their devices, or all on the first if they were made.
+    """
+    device = devices[0]
     logging.getLogger("transformers").setLevel(logging.ERROR)  # or it reports the layers left out on purpose
     disable_progress_bar()  # type: ignore[no-untyped-call]
     began = time.monotonic()
@@ -53,33 +64,60 @@ def load_decoder(config: Config, device: torch.device) -> PreTrainedModel:
     log.info("architecture %s, %d of %d layers, its code imported in %.1f s", *what)
     began = time.monotonic()
     dtype: torch.dtype = getattr(torch, config.model.dtype)
+    first_layers, device_map = _assign(cut, text_config, dtype, devices)
     if config.model.random_init:
         decoder = _make_random(cut, text_config, read_initializer_range(folder), config.seed, device, dtype)
     else:
-        decoder = _read(folder, cut, text_config, device, dtype)
+        decoder = _read(folder, cut, text_config, device_map, dtype)
     if config.targets.precision == "checkpoint":
         _use_fp8(decoder, folder, config.model.random_init, device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     num_bytes = sum(parameter.nbytes for parameter in decoder.parameters())
     how = "made" if config.model.random_init else "read"
-    log.info("weights %s in %.1f s: %.2f GiB on %s", how, time.monotonic() - began, num_bytes / _GIB, device)
+    where = "+".join(map(str, devices))
+    log.info("weights %s in %.1f s: %.2f GiB on %s", how, time.monotonic() - began, num_bytes / _GIB, where)
     choose_kernels(decoder, device)
-    return decoder
+    return decoder, first_layers
+
+
+def _assign(
+    cut: type[PreTrainedModel], text_config: PretrainedConfig, dtype: torch.dtype, devices: Sequence[torch.device]
+) -> tuple[list[int], dict[str, torch.device]]:
+    """Return the first layer of each device, and the device of each module by name; what is no layer lies on the first."""
+    if len(devices) == 1:
+        return [0], {"": devices[0]}
+    with torch.device("meta"):
+        decoder: Any = cut(text_config)
+        decoder.to(dtype)
+    layers = find_layers(decoder).layers
+    rooms = [allowed_bytes(device) if device.type == "cuda" else float("inf") for device in devices]
+    first_layers = split_by_bytes(count_layer_bytes(decoder), devices, rooms)
+    path = next(path for path, module in decoder.named_modules() if module is layers)
+    device_map = {name: devices[0] for name, _ in decoder.named_parameters() if not name.startswith(f"{path}.")}
+    device_map |= {name: devices[0] for name, _ in decoder.named_buffers() if not name.startswith(f"{path}.")}
+    for layer in range(len(layers)):
+        device_map[f"{path}.{layer}"] = devices[bisect_right(first_layers, layer) - 1]
+    return first_layers, device_map
 
 
 def _read(
-    folder: Path, cut: type[PreTrainedModel], text_config: PretrainedConfig, device: torch.device, dtype: torch.dtype
+    folder: Path,
+    cut: type[PreTrainedModel],
+    text_config: PretrainedConfig,
+    device_map: dict[str, torch.device],
+    dtype: torch.dtype,
 ) -> PreTrainedModel:
     prefix = find_decoder(folder)
     settings = {"attn_implementation": attention_of(cut), "use_safetensors": True}
     try:
         unwrap = _unwrap(folder, prefix, cut.base_model_prefix)
-        decoder, report = load_pretrained(cut, folder, text_config, device, dtype, key_mapping=unwrap, **settings)
+        decoder, report = load_pretrained(cut, folder, text_config, device_map, dtype, key_mapping=unwrap, **settings)
     except (ValueError, OSError, RuntimeError, ImportError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise ModelError(f"{folder}: {text_config.model_type} cannot be loaded: {_first_line(error)}") from error
+    remove_hook_from_submodules(decoder)  # of accelerate, where there are several devices: they move tensors and wait
     if missing := sorted(report["missing_keys"] - {_FINAL_NORM}):
         raise ModelError(f"{folder}: needed the tensors {', '.join(missing)}, found none of them")
     layers = find_layers(decoder)

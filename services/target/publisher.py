@@ -1,7 +1,7 @@
 """Copy packed taps to slots and announce the slots, without delaying the next forward.
 
     main thread        forward and pack into a staging buffer (its stream) -> copy to the slot (copy stream) -> mark
-    publisher thread   wait for the mark -> seal the header -> SlotReady until answered -> metrics
+    publisher thread   wait for the marks of all stages -> seal the header -> SlotReady until answered -> metrics
 
 Staging buffers are made at start and used again only after their mark: nothing else protects them.
 """
@@ -13,12 +13,10 @@ from collections.abc import Sequence
 from queue import Empty, Queue
 from typing import NamedTuple
 
-import torch
-
 from common.actor import faults
 from common.actor.lifecycle import Actor
 from common.actor.messages import Held, Lease
-from common.device.copy_stream import CopyStream, Mark
+from common.device.copy_stream import Mark
 from common.ring.layout import SlotHeader
 from common.ring.ring import RingWriter, WritableSlot
 from services.target.health import Health
@@ -33,12 +31,12 @@ class _Flight(NamedTuple):
     rows: TargetRows
     staging: Staging
     slot: WritableSlot
-    copied: Mark
+    copied: list[Mark]
     host_laps_s: dict[str, float]
 
 
 class Publisher:
-    """Copies the taps of a device to slots and announces the slots."""
+    """Copies the taps of a target to slots and announces the slots."""
 
     def __init__(
         self,
@@ -46,14 +44,12 @@ class Publisher:
         writer: RingWriter,
         stagings: Sequence[Staging],
         health: Health,
-        device: torch.device,
         plan_hash: bytes,
     ) -> None:
         self._actor = actor
         self._writer = writer
         self._health = health
         self._plan_hash = plan_hash
-        self._copies = CopyStream(device)
         self._free: Queue[Staging] = Queue()
         for staging in stagings:
             self._free.put(staging)
@@ -89,7 +85,7 @@ class Publisher:
         with self._lock:
             self._num_copying += 1
         slot = self._writer.open(lease.slot, len(rows.token_index), len(rows.packed.sample_ids))
-        copied = staging.copy_to(slot, self._copies)
+        copied = staging.copy_to(slot)
         faults.reach("target.mid_copy")
         for view, array in zip(slot.rows, rows.packed, strict=True):
             view[:] = array
@@ -98,13 +94,14 @@ class Publisher:
     def _announce(self) -> None:
         while True:
             flight = self._flights.get()
-            flight.copied.wait()
+            for mark in flight.copied:
+                mark.wait()
             copied_s = time.monotonic()
             with self._lock:
                 self._num_copying -= 1
                 self._idle_since = copied_s
             sealed = flight.slot.seal(self._header_of(flight))
-            watch, laps_s = flight.staging.watch, flight.staging.laps_s()
+            watches, laps_s = flight.staging.watches(), flight.staging.laps_s()
             self._free.put(flight.staging)
             lease = flight.lease
             faults.reach("target.before_slot_ready")
@@ -112,8 +109,8 @@ class Publisher:
             faults.reach("target.after_slot_ready")
             with self._lock:
                 self._held.discard((lease.slot, lease.generation))
-            laps_s |= flight.host_laps_s | {"publish_s": time.monotonic() - copied_s}
-            self._health.record(lease.info.batch, flight.rows, watch, copied_s, laps_s)
+            host_laps_s = flight.host_laps_s | {"publish_s": time.monotonic() - copied_s}
+            self._health.record(lease.info.batch, flight.rows, copied_s, host_laps_s, watches, laps_s)
 
     def _header_of(self, flight: _Flight) -> SlotHeader:
         packed = flight.rows.packed

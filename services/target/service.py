@@ -11,7 +11,7 @@ from common.actor.lifecycle import Actor
 from common.actor.messages import BatchKind, Lease, Work
 from common.data.dataset import Dataset
 from common.data.held_out import HeldOut
-from common.device.memory import take_device
+from common.device.memory import take_devices
 from common.device.stopwatch import Stopwatch
 from common.errors import ProtocolError
 from common.ring.layout import SlotLayout
@@ -35,11 +35,11 @@ class TargetService:
         config = actor.config
         torch.set_num_threads(config.targets.num_threads)
         self._actor = actor
-        self._device = take_device(config.targets.devices[actor.index], "targets.devices")
+        devices = take_devices(config.targets.devices[actor.index], "targets.devices")
         train = Dataset.open(Path(config.data.path))
         self._datasets: dict[BatchKind, Dataset | HeldOut] = {"train": train, "eval": HeldOut.open(config.data)}
         began = time.monotonic()
-        self.model = TargetModel.load(config, self._device)
+        self.model = TargetModel.load(config, *devices)
         log.info("model loaded in %.1f s", time.monotonic() - began)
         if config.targets.compile:
             self.model.compile_layers()
@@ -58,9 +58,9 @@ class TargetService:
         writer = RingWriter(actor.args.ring_fd, layout, config.ring.num_slots)
         welcome = actor.join()
         actor.notices.phase(Phase.WARMING_UP)
-        stagings = WarmUp(self.model, layout, config.plan, self._device).run(welcome.shapes, actor.check_stop)
-        health = Health(actor.metrics, ForwardFlops(self.model.decoder), self._device)
-        return Publisher(actor, writer, stagings, health, self._device, welcome.plan_hash)
+        stagings = WarmUp(self.model, layout, config.plan).run(welcome.shapes, actor.check_stop)
+        health = Health(actor.metrics, ForwardFlops(self.model.decoder), [stage.device for stage in self.model.stages])
+        return Publisher(actor, writer, stagings, health, welcome.plan_hash)
 
     def make_batch(self, publisher: Publisher) -> None:
         """Launch the forward of the next batch and its way to the ring."""
@@ -71,7 +71,7 @@ class TargetService:
         clock.lap("read_s")
         staging = publisher.take_staging(lease)
         clock.lap("waiting_for_staging_s")
-        self.model.run(staging.upload(rows), staging.keep)
+        self.model.run(staging.upload(rows), staging.keep, staging.enter)
         clock.lap("launch_s")
         publisher.send(lease, rows, staging, clock.laps_s())
         self._actor.notices.add(num_batches=1, num_tokens=len(rows.token_index))

@@ -8,6 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
+from common.config import Config
+from services.target.loading import load_decoder
+from services.target.model import TargetModel
+
+CPU = torch.device("cpu")
 VOCABULARY = 96
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -148,6 +153,12 @@ def make_family(name: str, **changes: Any) -> PreTrainedModel:
     model: PreTrainedModel = auto.from_config(make_family_config(name, **changes), dtype=torch.float32)
     model.train(False).requires_grad_(False)
     return model
+
+
+def load_unchecked(config: Config) -> TargetModel:
+    """Load a target on the CPU, also one whose first layer does not read rows of its embedding."""
+    decoder, first_layers = load_decoder(config, [CPU])
+    return TargetModel(decoder, config.draft.tap_layers, [CPU], first_layers)
 
 
 def make_family_config(name: str, **changes: Any) -> PretrainedConfig:

@@ -35,12 +35,32 @@ def refuse(run: LaunchedRun, code: int, *parts: str) -> None:
         ("ring.num_slots=100000000", ["ring.num_slots", "GiB of shared memory, found"]),
         ("plan.batches_per_step=0", ["plan.batches_per_step: needed at least 1, found 0"]),
         ("seed", ["--set seed: needed key=value"]),
+        ('targets.devices=["cpu+cuda:0"]', ["targets.devices: needed cpu or cuda:N, or several of one kind joined by +"]),
+        (
+            'targets.devices=["cpu", "cuda:1+cuda:1"]',
+            ["targets.devices: needed each GPU once in an entry, found cuda:1+"],
+        ),
+        (
+            'targets.devices=["cpu+cpu+cpu+cpu"]',
+            ["needed at most 3 devices for the 3 layers up to the last tap, found"],
+        ),
+        ('targets.devices=["cpu+tpu:0"]', ["targets.devices: needed cpu or cuda:N", "found cpu+tpu:0"]),
+        ('targets.devices=["cpu+"]', ["targets.devices: needed cpu or cuda:N", "found cpu+"]),
+        (
+            ["ring.num_slots=3", 'targets.devices=["cpu+cpu+cpu"]'],
+            ["ring.num_slots: needed at least 4 for a target of 3 devices"],
+        ),
+        (["targets.compile=true", 'targets.devices=["cpu+cpu"]'], ["targets.compile: needed false for targets on a CPU"]),
+        ('targets.devices=["cuda:0+cuda:99"]', ["error: targets.devices: needed cuda:99, found ", " GPUs\n"]),
+        ('drafters.devices=["cpu+cpu"]', ["drafters.devices: needed cpu or cuda:N, found cpu+cpu"]),
         ('targets.devices=["cuda:99"]', ["error: targets.devices: needed cuda:99, found ", " GPUs\n"]),
         ('drafters.devices=["cpu", "cuda:99"]', ["error: drafters.devices: needed cuda:99, found ", " GPUs\n"]),
     ],
 )
-def test_wrong_setting_is_refused_before_anything_is_made(run: LaunchedRun, override: str, parts: list[str]) -> None:
-    refuse(run.start(override), 2, *parts)
+def test_wrong_setting_is_refused_before_anything_is_made(
+    run: LaunchedRun, override: str | list[str], parts: list[str]
+) -> None:
+    refuse(run.start(*([override] if isinstance(override, str) else override)), 2, *parts)
     assert not run.directory.exists()
 
 

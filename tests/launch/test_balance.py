@@ -43,7 +43,7 @@ def test_every_shape_of_the_epoch_runs_once_with_all_sorts_of_tokens(kind: str, 
     seen: list[torch.Tensor] = []
     model.decoder.get_input_embeddings().register_forward_hook(lambda module, ids, _: seen.append(ids[0].clone()))
     shapes = [BatchShape(4, 16, 3), BatchShape(3, 8, 0), BatchShape(2, 8, 1)]
-    assert balance.measure_speed(model, Staging(SlotLayout.of(config), CPU), shapes, CPU) > 0
+    assert balance.measure_speed(model, Staging(SlotLayout.of(config), model.stages), shapes) > 0
     assert [tuple(ids.shape) for ids in seen] == [(4, 16), (2, 8)]
     assert len(set(seen[0].flatten().tolist())) > 24
     assert int(seen[0].min()) >= 0 and int(seen[0].max()) < VOCABULARY

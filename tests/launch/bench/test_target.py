@@ -28,6 +28,14 @@ def test_the_table_has_every_rate(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(int(rate) > 0 for rate in rates.values())
 
 
+def test_a_split_target_is_measured_beside_one_device(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--shape", "tiny", "--rows", "2", "--length", "16", "--steps", "2", "--repetitions", "1"]
+    assert target.main([*arguments, "--devices", "cpu+cpu"]) == 0
+    table = capsys.readouterr().out
+    assert re.search(r"^published over one device +\d+\.\d{3}$", table, re.MULTILINE)
+    assert re.search(r"^taps equal to those of one device +yes$", table, re.MULTILINE)
+
+
 def test_the_plain_model_is_the_target_with_all_its_layers() -> None:
     config = random_run("tiny", 16)
     input_ids = torch.arange(2 * 16).view(2, 16) % config.shape.vocab_size

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from launch.operate.control_messages import RingStatus, RunStatus
+from launch.operate.control_messages import ActorStatus, DeviceStatus, RingStatus, RunStatus
 from launch.operate.dashboard import LiveLine, fit, format_time, render
 
 STATUS = RunStatus(
@@ -64,6 +64,20 @@ def test_the_tables_show_the_best_checkpoint_and_skipped_steps() -> None:
     assert "step 6/10  loss 0.2500  acceptance 1.50 (best 1.62 at step 4)  skipped 1\n" in text
     assert "ring of target-0  free ready\n" in text
     assert text.count("drafter bound (targets wait 25%, drafters 0%)") == 1
+
+
+def test_the_tables_show_every_device_of_an_actor() -> None:
+    times = {"pid": 7, "uptime_s": 1.0, "progress_age_s": 0.5, "restarts": 0, "lost_s": 0.0, "last_exit": None}
+    split = [DeviceStatus("cuda:0", 0.95, 71 * 2**30), DeviceStatus("cuda:1", 0.5, 2**30)]
+    actors = [
+        ActorStatus(name="target-0", state="ready", devices=split, **times),  # type: ignore[arg-type]
+        ActorStatus(name="drafter-0", state="ready", devices=[DeviceStatus("cuda:2")], **times),  # type: ignore[arg-type]
+    ]
+    console = Console(file=io.StringIO(), width=160)
+    with console.capture() as captured:
+        console.print(render(msgspec.structs.replace(STATUS, actors=actors)))
+    assert "0.5 s ago  cuda:0 95% 71.0 GiB, cuda:1 50% 1.0 GiB" in captured.get()
+    assert "0.5 s ago  cuda:2" in captured.get()
 
 
 def test_the_tables_show_what_the_selector_adds() -> None:

@@ -11,7 +11,7 @@ from common import config as configuration
 from launch import prepare
 from launch.data.vocabulary import fingerprint_vocabulary
 from launch.data.writer import DatasetWriter
-from launch.operate.run_config import count_gpus, resolve
+from launch.operate.run_config import read_gpus, resolve
 from tests.builders.launched_runs import CONFIG, LaunchedRun
 from tests.builders.saved_sets import Row, save_set
 from tests.builders.tiny_chat_model import END, START, make_tokenizer, save_chat_model
@@ -111,11 +111,11 @@ def test_paths_are_absolute_and_made_up_data_lie_in_the_run_directory(tmp_path: 
 
 def test_a_hidden_gpu_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert count_gpus() == 0
+    assert read_gpus() == []
 
 
 @pytest.mark.gpu
-def test_gpus_are_counted_as_torch_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert count_gpus() == torch.cuda.device_count() > 0
+def test_gpus_are_those_that_torch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_gpus() == [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "99")
-    assert count_gpus() == 0
+    assert read_gpus() == []

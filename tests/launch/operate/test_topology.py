@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from common import config as configuration
-from launch.operate.topology import ActorSpec, SharedFds, command, describe, inherited_fds, plan_topology
+from launch.operate.topology import ActorSpec, SharedFds, command, describe, describe_gpus, inherited_fds, plan_topology
 from tests.builders.launched_runs import CONFIG
 
 FDS = SharedFds(rings=[10, 11], control=12, board=13)
@@ -49,3 +49,17 @@ def test_an_actor_gets_the_memory_it_may_touch_and_no_more(role: str, index: int
         *["--record", "4", "--parent", "99", "--board-fd", "13"],
         *ending,
     ]
+
+
+def test_gpus_of_a_run_are_shown_with_their_memory_and_users() -> None:
+    devices = ['targets.devices=["cuda:1+cuda:0", "cpu+cpu"]', 'drafters.devices=["cuda:1", "cuda:2"]']
+    topology = plan_topology(configuration.load(CONFIG, devices))
+    assert [spec.device for spec in topology.actors[1:3]] == ["cuda:1+cuda:0", "cpu+cpu"]
+    assert topology.num_rings == 2
+    assert describe_gpus(topology, [80 * 2**30, 141 * 2**30]).splitlines() == [
+        "",
+        "  cuda:0       80.0 GiB   target-0",
+        "  cuda:1       141.0 GiB  target-0, drafter-0",
+        "  cuda:2       absent     drafter-1",
+    ]
+    assert describe_gpus(plan_topology(configuration.load(CONFIG, [])), []) == ""

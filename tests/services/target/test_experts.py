@@ -5,10 +5,8 @@ from pathlib import Path
 import torch
 
 from services.target.experts import group_experts
-from services.target.loading import load_decoder
-from services.target.model import TargetModel
-from tests.builders.families import VOCABULARY, make_family
-from tests.builders.whole_models import CPU, make_config
+from tests.builders.families import VOCABULARY, load_unchecked, make_family
+from tests.builders.whole_models import make_config
 
 TAPS = [0, 1, 2]
 
@@ -16,7 +14,7 @@ TAPS = [0, 1, 2]
 def test_only_chosen_experts_run_and_the_states_are_the_same(tmp_path: Path) -> None:
     make_family("llama4_text", num_experts_per_tok=2).save_pretrained(tmp_path)
     input_ids = torch.randint(VOCABULARY, (2, 13), generator=torch.Generator().manual_seed(1))
-    whole, grouped = (TargetModel(load_decoder(make_config(tmp_path, TAPS), CPU), TAPS) for _ in range(2))
+    whole, grouped = (load_unchecked(make_config(tmp_path, TAPS)) for _ in range(2))
     needed = whole.forward(input_ids)
     group_experts(grouped.decoder)
     for tap, found in zip(needed, grouped.forward(input_ids), strict=True):

@@ -16,9 +16,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 from common.target_shape import TargetShape, read_target_shape
 from services.drafter.model.frozen import load_embedding_and_head
 from services.target.flops import ForwardFlops
-from services.target.loading import load_decoder
-from services.target.model import TargetModel
-from tests.builders.families import TEXT, VOCABULARY, WRAPPERS, format_table, make_family, make_family_config
+from tests.builders.families import TEXT, VOCABULARY, WRAPPERS, format_table, load_unchecked, make_family, make_family_config
 from tests.builders.whole_models import CPU, make_config
 
 TAPS = [0, 1, 2]  # of four layers
@@ -48,7 +46,7 @@ def test_taps_are_the_hidden_states_of(name: str, tmp_path: Path) -> None:
     model = make_family(name)
     model.save_pretrained(tmp_path)
     config = make_config(tmp_path, TAPS)
-    target = TargetModel(load_decoder(config, CPU), TAPS)
+    target = load_unchecked(config)
     input_ids = torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     padded = torch.cat([input_ids, torch.full((2, PADDING), 7)], dim=1)
     taps, longer = target.forward(input_ids), target.forward(padded)

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from common.actor.messages import BatchShape
 from common.config import ActorsConfig, Config, DataConfig, ModelConfig, PlanConfig, RingConfig, TargetsConfig
-from common.device.copy_stream import CopyStream, Mark
+from common.device.copy_stream import Mark
 from common.draft_config import DraftConfig
 from common.errors import ConfigError
 from common.metrics import read_metrics
@@ -78,16 +78,16 @@ class Half:
         if compiled:
             self.model.compile_layers()
         self.shapes = [BatchShape(BUDGET // length, length) for length in BUCKETS] + [BatchShape(3, BUCKETS[0])]
-        self.stagings = WarmUp(self.model, self.layout, config.plan, GPU).run(self.shapes, lambda: None)
+        self.stagings = WarmUp(self.model, self.layout, config.plan).run(self.shapes, lambda: None)
         self.writer = RingWriter(memory.create("ring", self.layout.ring_bytes(NUM_SLOTS)), self.layout, NUM_SLOTS)
-        self.copies = CopyStream(GPU)
 
     def launch(self, number: int, rows: TargetRows) -> tuple[Mark, Staging, WritableSlot]:
         """Launch everything of a batch, as the launching thread does."""
         staging = self.stagings[number % len(self.stagings)]
         slot = self.writer.open(number % NUM_SLOTS, len(rows.token_index), len(rows.packed.sample_ids))
         self.model.run(staging.upload(rows), staging.keep)
-        return staging.copy_to(slot, self.copies), staging, slot
+        [mark] = staging.copy_to(slot)
+        return mark, staging, slot
 
     def expected(self, rows: TargetRows) -> torch.Tensor:
         """[T, K, H] by plain indexing."""
@@ -117,7 +117,8 @@ def test_batches_are_launched_without_waiting_and_arrive_as_they_are(folder: Pat
             arrived = slot.hidden_states.transpose(0, 1) if layout == "split" else slot.hidden_states
             assert torch.equal(arrived, half.expected(rows).cpu())
             assert staging.checksum() == int(checksum(slot.hidden_states))
-            assert {"upload_s", "forward_s", "pack_s", "copy_s"} == staging.laps_s().keys()
+            [laps_s] = staging.laps_s()
+            assert {"upload_s", "forward_s", "pack_s", "copy_s"} == laps_s.keys()
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -198,7 +199,7 @@ def test_a_budget_that_does_not_fit_is_refused_with_the_one_that_does(folder: Pa
     def warm_up(max_tokens: int) -> list[Staging]:
         config = make_config(folder, max_tokens=max_tokens)
         shapes = [BatchShape(max_tokens // 1024, 1024), BatchShape(max_tokens // 256, 256)]
-        return WarmUp(model, SlotLayout.of(config), config.plan, GPU).run(shapes, lambda: None)
+        return WarmUp(model, SlotLayout.of(config), config.plan).run(shapes, lambda: None)
 
     def refuse(max_tokens: int) -> int:
         found = f"max_tokens_per_batch: needed at most (\\d+), all of the .* found {max_tokens}"
@@ -222,7 +223,7 @@ def test_rows_too_long_for_the_memory_are_refused_with_the_length_that_is_not(fo
     plan = msgspec.structs.replace(config.plan, bucket_lengths=[262144])
     model = TargetModel.load(config, GPU)
     with pytest.raises(ConfigError, match=r"plan\.bucket_lengths: needed rows of at most \d+ tokens"):
-        WarmUp(model, SlotLayout.of(config), plan, GPU).run([BatchShape(1, 262144)], lambda: None)
+        WarmUp(model, SlotLayout.of(config), plan).run([BatchShape(1, 262144)], lambda: None)
 
 
 def test_memory_that_others_hold_does_not_change_the_number_named(folder: Path) -> None:
@@ -234,7 +235,7 @@ def test_memory_that_others_hold_does_not_change_the_number_named(folder: Path) 
     try:
         config = make_config(folder, max_tokens=262144)
         with pytest.raises(ConfigError, match=r"max_tokens_per_batch: needed at most \d+, all of the") as error:
-            WarmUp(model, SlotLayout.of(config), config.plan, GPU).run([BatchShape(256, 1024)], lambda: None)
+            WarmUp(model, SlotLayout.of(config), config.plan).run([BatchShape(256, 1024)], lambda: None)
         assert int(str(error.value).split("at most ")[1].split(",")[0]) >= 2048
     finally:
         del held

@@ -125,7 +125,7 @@ def test_read_weights_are_the_made_ones_on_the_gpu(model: TargetModel, config: C
     """Saved and read again, straight to the GPU, from files in two dtypes."""
     for dtype in (torch.bfloat16, torch.float32):
         folder = tmp_path / str(dtype)
-        whole = load_decoder(config, CPU)
+        whole, _ = load_decoder(config, [CPU])
         nn.Module.to(whole, dtype)
         whole.save_pretrained(folder)
         read = msgspec.structs.replace(config, model=ModelConfig(path=str(folder), dtype="bfloat16"))

@@ -32,8 +32,8 @@ from services.target.health import Health
 from services.target.model import TargetModel
 from services.target.publisher import Publisher
 from services.target.rows import TargetRows, make_rows
+from services.target.stages import make_stages
 from services.target.staging import Staging
-from services.target.warmup import NUM_STAGINGS
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[3]
@@ -106,9 +106,10 @@ class SmallTarget:
         fd = memory.create("ring", self.layout.ring_bytes(NUM_SLOTS))
         self.reader = RingReader(fd, self.layout, NUM_SLOTS)
         writer = RingWriter(fd, self.layout, NUM_SLOTS)
-        stagings = [Staging(self.layout, self.device) for _ in range(NUM_STAGINGS)]
-        health = Health(actor.metrics, ForwardFlops(TargetModel.load(actor.config, CPU).decoder), self.device)
-        self.publisher = Publisher(actor, writer, stagings, health, self.device, PLAN_HASH)
+        stages = make_stages([self.device], [0], actor.config.draft.tap_layers)
+        stagings = [Staging(self.layout, stages) for _ in range(2)]
+        health = Health(actor.metrics, ForwardFlops(TargetModel.load(actor.config, CPU).decoder), [self.device])
+        self.publisher = Publisher(actor, writer, stagings, health, PLAN_HASH)
 
     def send(self, lease: Lease, rows: TargetRows, taps: list[torch.Tensor]) -> None:
         """Send a batch as the service does, with given taps instead of a forward."""

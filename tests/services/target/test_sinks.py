@@ -5,11 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.target.loading import load_decoder
-from services.target.model import TargetModel
 from services.target.sinks import use_sinks
-from tests.builders.families import VOCABULARY, make_family
-from tests.builders.whole_models import CPU, make_config
+from tests.builders.families import VOCABULARY, load_unchecked, make_family
+from tests.builders.whole_models import make_config
 
 TAPS = [0, 1, 2]
 
@@ -18,12 +16,12 @@ TAPS = [0, 1, 2]
 def test_sinks_weigh_as_in_eager_code(name: str, tmp_path: Path) -> None:
     make_family(name).save_pretrained(tmp_path)
     input_ids = torch.randint(VOCABULARY, (2, 13), generator=torch.Generator().manual_seed(1))
-    eager, fast = (TargetModel(load_decoder(make_config(tmp_path, TAPS), CPU), TAPS) for _ in range(2))
+    eager, fast = (load_unchecked(make_config(tmp_path, TAPS)) for _ in range(2))
     use_sinks(fast.decoder)
     assert fast.decoder.config._attn_implementation == "attention_with_sinks"
     for needed, found in zip(eager.forward(input_ids), fast.forward(input_ids), strict=True):
         torch.testing.assert_close(found, needed, rtol=0, atol=3e-6 * float(needed.abs().max()))
-    without = TargetModel(load_decoder(make_config(tmp_path, TAPS), CPU), TAPS)
+    without = load_unchecked(make_config(tmp_path, TAPS))
     for parameter_name, parameter in without.decoder.named_parameters():
         if parameter_name.endswith(".sinks"):
             parameter.fill_(-1e4)  # takes no share
@@ -33,7 +31,7 @@ def test_sinks_weigh_as_in_eager_code(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["llama", "deepseek_v4"])
 def test_other_attention_is_left_as_it_is(name: str, tmp_path: Path) -> None:
     make_family(name).save_pretrained(tmp_path)
-    decoder = load_decoder(make_config(tmp_path, TAPS), CPU)
+    decoder = load_unchecked(make_config(tmp_path, TAPS)).decoder
     before = decoder.config._attn_implementation
     use_sinks(decoder)
     assert decoder.config._attn_implementation == before
