@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -75,6 +76,7 @@ class TargetModel:
         self._capture = Capture(layers, tap_layers)
         self._enter: Enter = _ignore
         self._handovers: list[Handover] = []
+        self._hooks: list[Handover | RemovableHandle] = []
         self.assign(devices, first_layers)
 
     @classmethod
@@ -92,8 +94,8 @@ class TargetModel:
 
     def assign(self, devices: Sequence[torch.device], first_layers: Sequence[int]) -> None:
         """Make one stage per device, and move layers that lie elsewhere; all that is no layer stays on the first device."""
-        for handover in self._handovers:
-            handover.remove()
+        for hook in self._hooks:
+            hook.remove()
         self.stages = make_stages(devices, first_layers, self._tap_layers)
         self._handovers = []
         for index, stage in enumerate(self.stages):
@@ -101,6 +103,9 @@ class TargetModel:
             layers.to(stage.device)
             if index:
                 self._handovers.append(Handover(list(layers), stage, len(devices) + 1, partial(self._report_entry, index)))
+        self._hooks = [*self._handovers]
+        if self._handovers:
+            self._hooks.append(self._layers[-1].register_forward_hook(self._end_on_first))
 
     @torch.inference_mode()
     def _check_embedding(self, device: torch.device) -> None:
@@ -113,6 +118,12 @@ class TargetModel:
             raise ModelError(
                 f"model.path: needed a target that does not change its embedding before the first layer, found {kind}"
             )
+
+    def _end_on_first(self, layer: nn.Module, arguments: object, output: Any) -> Any:
+        """Let what follows the last layer, which nobody reads, work on the first device, where it lies, and on zeros."""
+        hidden_states = output[0] if isinstance(output, tuple) else output
+        zeros = torch.zeros((), dtype=hidden_states.dtype, device=self.stages[0].device).expand(hidden_states.shape)
+        return (zeros, *output[1:]) if isinstance(output, tuple) else zeros
 
     def _report_entry(self, stage_index: int) -> None:
         self._enter(stage_index)
@@ -173,9 +184,12 @@ class TargetModel:
                 torch.cuda.synchronize(stage.device)
 
     def tune(self, input_ids: torch.Tensor) -> None:
-        """Launch the first layers only, up to one of every kind in the last stage: kernels tune themselves for this shape."""
-        first, kinds = self.stages[-1].layers.start, layer_kinds(self.decoder.config)
-        depth = max(kinds.index(kind, first) for kind in set(kinds[first:])) + 1
+        """Launch the first layers only, up to one of every kind, so that kernels tune themselves for this shape.
+
+        Of several stages all layers are launched: each device loads its kernels itself.
+        """
+        kinds = layer_kinds(self.decoder.config)
+        depth = max(kinds.index(kind) for kind in set(kinds)) + 1 if len(self.stages) == 1 else len(kinds)
         self.decoder.layers = self._layers[:depth]
         try:
             self.run(input_ids, lambda tap_index, tap: None)
