@@ -187,11 +187,13 @@ class TargetModel:
                 torch.cuda.synchronize(stage.device)
 
     def tune(self, input_ids: torch.Tensor) -> None:
-        """Launch the first layers only, up to one of every kind in the last stage: kernels tune themselves for this shape."""
-        first, kinds = self.stages[-1].layers.start, layer_kinds(self.decoder.config)[: len(self._layers)]
-        depth = max(kinds.index(kind, first) for kind in set(kinds[first:])) + 1
-        with ExitStack() as hooks:
-            hooks.enter_context(self._layers[depth - 1].register_forward_hook(_stop_forward))
+        """Launch the first layers only, up to one of every kind, so that kernels tune themselves for this shape.
+
+        Of several stages all layers are launched: each device loads its kernels itself.
+        """
+        kinds = layer_kinds(self.decoder.config)[: len(self._layers)]
+        depth = max(kinds.index(kind) for kind in set(kinds)) + 1 if len(self.stages) == 1 else len(kinds)
+        with self._layers[depth - 1].register_forward_hook(_stop_forward):
             self.run(input_ids, lambda tap_index, tap: None)
 
     def compile_layers(self) -> None:

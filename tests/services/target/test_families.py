@@ -15,6 +15,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from common.target_shape import TargetShape, read_target_shape
 from services.drafter.model.frozen import load_embedding_and_head
+from services.drafter.model.selector import soft_cap
 from services.target.flops import ForwardFlops
 from tests.builders.families import TEXT, VOCABULARY, WRAPPERS, format_table, load_unchecked, make_family, make_family_config
 from tests.builders.whole_models import CPU, make_config
@@ -61,6 +62,26 @@ def test_taps_are_the_hidden_states_of(name: str, tmp_path: Path) -> None:
         grouped = "llama4" not in name  # which services/target/experts.py groups on a GPU
         assert (target.decoder.config._experts_implementation == "grouped_mm") is grouped
     assert ForwardFlops(target.decoder).of(np.array([LENGTH])) > 0
+    if (TEXT | WRAPPERS)[name].kind != "positions or a norm added to the embedding":
+        target._check_embedding(config.shape.embedding_scale, CPU)
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_logits_are_those_of_the_head_scaled_and_capped_for(name: str, tmp_path: Path) -> None:
+    """The keys of each family decide; numbers other than 1 where its configuration has a default of 1."""
+    keys = {"logits_scaling": 4.0} if name.startswith("granite") or name == "hyperclovax" else {}
+    model = make_family(name, **keys, **({"lm_head_multiplier": 0.25} if name == "falcon_h1" else {}))
+    model.save_pretrained(tmp_path)
+    shape, head, given = read_target_shape(tmp_path), model.get_output_embeddings(), []  # type: ignore[no-untyped-call]
+    head.register_forward_pre_hook(lambda module, arguments: given.append(arguments[0]))
+    logits = model(input_ids=torch.arange(1, 9)[None], use_cache=False).logits
+    scale = 1.0 if name == "minicpm3" else shape.logit_scale  # which divides what enters its head
+    expected = soft_cap(head(given[0]) * scale, shape.logit_softcap)
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
+    if name in ("cohere", "granite", "falcon_h1"):
+        assert shape.logit_scale != 1.0
+    if name in ("gemma2", "recurrent_gemma", "nanochat"):
+        assert shape.logit_softcap > 0.0
 
 
 def test_a_process_without_torch_reads_the_same_shapes(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from common.errors import ModelError
 from services.drafter.model.frozen import load_embedding_and_head
 from services.target.architecture import layer_kinds
 from services.target.model import TargetModel
+from tests.builders.families import make_family
 from tests.builders.whole_models import CPU, KINDS, SHAPE, VOCABULARY, make_config, make_folder
 
 READ_BACK = {"_local_scalar_dense", "item", "is_nonzero", "nonzero"}  # what waits for a GPU
@@ -145,17 +146,24 @@ def test_target_and_drafter_have_the_same_embedding_and_head(whole: tuple[PreTra
     assert torch.equal(load_embedding_and_head(half, CPU)[1], head.bfloat16())
 
 
-def test_a_target_that_changes_its_embedding_before_the_first_layer_is_refused(tmp_path: Path) -> None:
-    """By the numbers, whatever the family is called."""
-    for multiplier in (1.0, 12.0):
-        folder = tmp_path / f"times {multiplier}"
-        GraniteForCausalLM(GraniteConfig(**SHAPE, embedding_multiplier=multiplier)).save_pretrained(folder)
-    TargetModel.load(make_config(tmp_path / "times 1.0", [1]), CPU)
-    with pytest.raises(ModelError, match="does not change its embedding before the first layer, found granite"):
-        TargetModel.load(make_config(tmp_path / "times 12.0", [1]), CPU)
+def test_the_first_layer_must_read_the_embedding_times_the_scale_of_the_configuration(tmp_path: Path) -> None:
+    GraniteForCausalLM(GraniteConfig(**SHAPE, embedding_multiplier=12.0)).save_pretrained(tmp_path / "granite")
     Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE)).save_pretrained(tmp_path / "gemma")
-    with pytest.raises(ModelError, match="does not change its embedding before the first layer, found gemma3_text"):
-        TargetModel.load(make_config(tmp_path / "gemma", [1]), CPU)
+    for name, scale in (("granite", 12.0), ("gemma", SHAPE["hidden_size"] ** 0.5)):
+        for dtype in ("float32", "bfloat16"):
+            config = make_config(tmp_path / name, [1])
+            config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, dtype=dtype))
+            assert config.shape.embedding_scale == scale
+            TargetModel.load(config, CPU)
+            other = msgspec.structs.replace(config.shape, embedding_scale=scale * 1.05)
+            with pytest.raises(ModelError, match=f"first layer reads its embedding times {scale * 1.05:g}, found {name}"):
+                TargetModel.load(msgspec.structs.replace(config, target_shape=other), CPU)
+
+
+def test_a_target_that_changes_its_embedding_in_another_way_is_refused(tmp_path: Path) -> None:
+    make_family("nanochat").save_pretrained(tmp_path)  # which has a norm before its first layer
+    with pytest.raises(ModelError, match="first layer reads its embedding times 1, found nanochat"):
+        TargetModel.load(make_config(tmp_path, [1]), CPU)
 
 
 def test_the_tiny_target_of_the_repository_loads() -> None:

@@ -11,7 +11,14 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from transformers import MistralConfig, MistralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from common.actor.messages import BatchShape
 from common.config import Config
@@ -26,6 +33,7 @@ from services.target.stages import make_stages, split, split_by_bytes
 from services.target.warmup import WarmUp
 from tests.builders.whole_models import CPU, EXPERTS, KINDS, SHAPE, VOCABULARY, make_config, make_folder
 
+MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 8}
 SLIDING, EXPERTS_ONLY = "sliding window", "experts"
 SHAPES = [(2, 11), (1, 3), (3, 16), (2, 11), (1, 16), (3, 5)]
 
@@ -103,6 +111,21 @@ def test_nothing_of_a_batch_is_held_when_it_is_launched(tmp_path: Path) -> None:
         layer.register_forward_hook(lambda _, __, output: outputs.append(weakref.ref(output)))
     model.run(make_ids(2, 9), lambda tap_index, tap: None)
     assert [output() for output in outputs] == [None] * 5
+
+
+@pytest.mark.parametrize("kind", [*KINDS, SLIDING, EXPERTS_ONLY, "another final norm"])
+def test_a_stage_reads_nothing_of_the_device_before(kind: str, tmp_path: Path) -> None:
+    """The last layers lie on the device `meta`, which computes nothing and refuses tensors of another device."""
+    if kind == "another final norm":
+        shape = {key: value for key, value in SHAPE.items() if key != "head_dim"}
+        BambaForCausalLM(BambaConfig(**shape, **MAMBA, attn_layer_indices=[1])).save_pretrained(tmp_path)
+    else:
+        make_any_folder(kind, tmp_path)
+    config = make_config(tmp_path, [1, 4])
+    config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, dtype="bfloat16"))
+    model = TargetModel.load(config, CPU)
+    model.assign([CPU, torch.device("meta")], [0, 2])
+    assert [tap.device.type for tap in model.forward(make_ids(2, 9))] == ["cpu", "meta"]
 
 
 def test_a_forward_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
