@@ -71,7 +71,10 @@ def test_wrong_setting_is_refused_before_anything_is_made(
             {"quantization_config": {"quant_method": "hqq"}},
             "in a form known here, found quantization_config hqq",
         ),
-        ({"model_type": "gemma3_text"}, "needed a target that does not scale its embedding, found gemma3_text"),
+        (
+            {"model_type": "gemma3_text"},
+            "draft.kind: needed dflash2 for a target with an embedding scale: engines serve DFlash without it, found dflash",
+        ),
         ({"eos_token_id": 63}, "draft.mask_token_id: needed an id that text never contains, found 63, the eos_token_id"),
     ],
 )
