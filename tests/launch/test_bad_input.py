@@ -73,7 +73,7 @@ def test_wrong_setting_is_refused_before_anything_is_made(
         ),
         (
             {"model_type": "gemma3_text"},
-            "draft.kind: needed dflash2 for a target with an embedding scale: engines serve DFlash without it, found dflash",
+            "draft.kind: needed dflash2 for a target with an embedding scale: engines",
         ),
         ({"eos_token_id": 63}, "draft.mask_token_id: needed an id that text never contains, found 63, the eos_token_id"),
     ],
