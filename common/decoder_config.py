@@ -19,6 +19,19 @@ _NORM_EPS, _ROPE_THETA = 1e-6, 10000.0  # of the draft, where the target has nei
 _EMBEDDING_SCALES = ("embedding_multiplier", "embedding_scale", "scale_emb")
 _LOGIT_SCALES = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
+_CHANGED_INPUT = (
+    "biogpt",
+    "bloom",
+    "ctrl",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neo",
+    "inkling_text",
+    "nanochat",
+    "openai-gpt",
+    "opt",
+    "xglm",
+)
 _UNSUPPORTED = {  # a key that only such a family has, and the property that drafting needs
     "altup_num_inputs": "layers with one stream of hidden states, as engines hand on",
     "zero_expert_num": "layers with one attention",
@@ -78,6 +91,9 @@ def _read(folder: Path) -> tuple[PretrainedConfig, Any]:
     if model_type not in MODEL_MAPPING_NAMES or getattr(inner, "is_encoder_decoder", False):
         raise ModelError(f"{folder}: needed a decoder that transformers can make, found {model_type}")
     inner.allow_global_per_layer_attribute_access = True  # or reading head_dim of Gemma 4 is an error
+    if model_type in _CHANGED_INPUT:
+        needed = "a first layer that reads rows of the embedding, as engines feed a draft model"
+        raise ModelError(f"{folder}: needed {needed}, found {model_type}, which adds positions or a norm to them")
     if key := next((key for key in _UNSUPPORTED if getattr(inner, key, None)), None):
         raise ModelError(f"{folder}: needed {_UNSUPPORTED[key]}, found {model_type} with {key} {getattr(inner, key)}")
     return outer, inner

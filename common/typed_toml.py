@@ -26,7 +26,7 @@ Devices = Annotated[
     str,
     Meta(
         pattern=r"^(cpu(\+cpu)*|cuda:\d+(\+cuda:\d+)*)$",
-        description="cpu or cuda:N, or several of one kind joined by + for a target that is split over them",
+        description="cpu or cuda:N, or several of one kind joined by +",
     ),
 ]
 _FIELD = re.compile(r"(missing required|contains unknown) field `(.*?)`")

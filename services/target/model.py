@@ -174,7 +174,7 @@ class TargetModel:
         with ExitStack() as hooks:
             for layer in self._layers:
                 hooks.enter_context(layer.register_forward_pre_hook(begin))
-                hooks.enter_context(layer.register_forward_hook(end))
+                hooks.enter_context(layer.register_forward_hook(end, prepend=True))  # before the one that ends the forward
             self.run(input_ids, lambda tap_index, tap: None)
         self.synchronize()
         embedding_s, first_s, *others_s = (watch.laps_s()["s"] for watch in watches)

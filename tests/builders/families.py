@@ -100,8 +100,6 @@ TEXT = (
     | _all("dense", "falcon", head_dim=None, intermediate_size=None)
     | _all("dense", "gptj", rotary_dim=8)
     | _all("dense", "cwm", bos_token_id=1, eos_token_id=2)
-    | _all("positions or a norm added to the embedding", "bloom gpt2 nanochat opt")
-    | _all("positions or a norm added to the embedding", "inkling_text", **EXPERTS)
     | _all("scaled embedding", "gemma gemma2 gemma4_unified_text recurrent_gemma vaultgemma")
     | _all("scaled embedding", "gemma3_text", layer_types=["sliding_attention", "full_attention"] * 2)
     | _all("scaled embedding", "gemma4_text", **PER_LAYER)

@@ -29,6 +29,8 @@ def test_a_target_that_is_missing_or_incomplete_is_named(tmp_path: Path) -> None
         read_target_shape(write_shape(tmp_path / "unknown", model_type="unheard_of"))
     with pytest.raises(ModelError, match="needed a decoder that transformers can make, found bart"):
         read_target_shape(write_shape(tmp_path / "encoder", model_type="bart"))
+    with pytest.raises(ModelError, match=r"needed a first layer that reads rows of the embedding, .* found gpt2"):
+        read_target_shape(write_shape(tmp_path / "positions", model_type="gpt2"))
     with pytest.raises(ModelError, match="needed layers that run once, found dory with n_recurrent_loops 2"):
         read_target_shape(write_shape(tmp_path / "loop", model_type="dory"))
     broken = write_shape(tmp_path / "broken")
@@ -46,7 +48,7 @@ def test_keys_that_are_left_to_the_class_have_its_defaults(tmp_path: Path) -> No
     assert (shape.num_hidden_layers, shape.head_dim, shape.vocab_size, shape.rope_theta) == (5, 256, 262208, 1e6)
     nested = read_target_shape(write_shape(tmp_path / "nested", model_type="gemma3", text_config={"hidden_size": 64}))
     assert (nested.model_type, nested.hidden_size, nested.tie_word_embeddings) == ("gemma3_text", 64, True)
-    renamed = read_target_shape(write_shape(tmp_path / "renamed", model_type="gpt2", n_embd=48, n_layer=3, n_head=4))
+    renamed = read_target_shape(write_shape(tmp_path / "renamed", model_type="gptj", n_embd=48, n_layer=3, n_head=4))
     assert (renamed.hidden_size, renamed.num_hidden_layers, renamed.head_dim) == (48, 3, 12)
     one_key_head = read_target_shape(write_shape(tmp_path / "falcon", model_type="falcon", multi_query=True))
     assert one_key_head.num_key_value_heads == 1

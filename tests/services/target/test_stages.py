@@ -108,7 +108,7 @@ def test_nothing_of_a_batch_is_held_when_it_is_launched(tmp_path: Path) -> None:
     outputs: list[weakref.ref[torch.Tensor]] = []
     layers: Any = model.decoder.layers
     for layer in layers:
-        layer.register_forward_hook(lambda _, __, output: outputs.append(weakref.ref(output)))
+        layer.register_forward_hook(lambda _, __, output: outputs.append(weakref.ref(output)), prepend=True)
     model.run(make_ids(2, 9), lambda tap_index, tap: None)
     assert [output() for output in outputs] == [None] * 5
 
