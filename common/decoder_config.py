@@ -139,6 +139,8 @@ def _logit_scale(config: Any) -> float:
     """Return the factor of the logits, under the name that the family has for it or for its inverse."""
     if scaling := getattr(config, "logits_scaling", None):  # by which Granite and its like divide
         return float(scaling) if "hyperclovax" in config.model_type else 1.0 / float(scaling)
+    if config.model_type == "mpt":  # whose key no code reads
+        return 1.0
     return float(next((scale for key in _LOGIT_SCALES if (scale := getattr(config, key, None))), 1.0))
 
 

@@ -27,7 +27,6 @@ from services.target.stages import Enter, Handover, make_stages
 Keep = Callable[[int, torch.Tensor], None]  # index of the tap, tap [B, S, H]
 
 _NUM_CHECKED = 64  # rows of the embedding
-_ROUNDING = 2.0**-6  # of bfloat16, relative: families differ in when they round the scale
 _NUM_COMPILED = 16  # versions of a layer's code; torch gives up at 8
 _ATTENTION = "causal_sdpa"
 
@@ -117,12 +116,14 @@ class TargetModel:
 
     @torch.inference_mode()
     def _check_embedding(self, scale: float, device: torch.device) -> None:
-        """Raise ModelError unless the first layer reads rows of the embedding, times `scale`, as a draft model does."""
+        """Raise ModelError unless the first layer reads rows of the embedding, times `scale`, as a draft model does.
+
+        Some families round the scale to the type of the rows first.
+        """
         embedding: Any = self.decoder.get_input_embeddings()
         input_ids = torch.arange(min(_NUM_CHECKED, self.vocab_size), device=device)
         found, rows = one_stream(_first_input(self.decoder, self._layers[0], input_ids[None]))[0], embedding.weight[input_ids]
-        is_same = torch.equal(found, rows) if scale == 1.0 else torch.allclose(found, rows * scale, _ROUNDING, atol=0.0)
-        if not is_same:
+        if not any(torch.equal(found, rows * factor) for factor in (scale, torch.tensor(scale, dtype=rows.dtype).item())):
             kind = self.decoder.config.model_type
             raise ModelError(f"model.path: needed a target whose first layer reads its embedding times {scale:g}, found {kind}")
 

@@ -18,7 +18,7 @@ from launch.decoding.answer import Limits
 from launch.decoding.block_drafter import BlockDrafter
 from launch.decoding.speculate import speculate
 from services.drafter.folder.drafter_folder import load_drafter
-from services.drafter.folder.engine_config import engine_config
+from services.drafter.folder.engine_config import LayoutName, engine_config
 from services.drafter.folder.export import export
 from services.drafter.model.model import DraftModel
 from tests.builders.batches import make_evaluation
@@ -59,6 +59,37 @@ def test_names_and_shapes_of_five_layers(tmp_path: Path) -> None:
     assert tensors["layers.4.self_attn.o_proj.weight"].shape == (32, 4 * 16)
     assert tensors["layers.4.self_attn.q_norm.weight"].shape == (16,)
     assert tensors["layers.4.mlp.down_proj.weight"].shape == (32, 48)
+
+
+@pytest.mark.parametrize("layout", ["dflash", "speculators"])
+@pytest.mark.parametrize(
+    ("options", "scales", "stated"),
+    [
+        ([], {"logit_scale": 0.0625}, {"logit_scale": 0.0625}),
+        (["draft.kind=dflash2"], {"logit_scale": 0.0625}, {"output_multiplier": 0.0625}),
+        (
+            ["draft.kind=dflash2"],
+            {"embedding_scale": 6.5, "logit_softcap": 30.0},
+            {"input_embedding_scale": 6.5, "final_logit_softcapping": 30.0},
+        ),
+    ],
+)
+def test_what_the_target_scales_is_stated_where_engines_read_it(
+    layout: LayoutName, options: list[str], scales: dict[str, float], stated: dict[str, float], tmp_path: Path
+) -> None:
+    config, _ = make_target(tmp_path, "llama", "draft.layer_types=[]", *options)
+    config = msgspec.structs.replace(config, target_shape=msgspec.structs.replace(config.shape, **scales))
+    export(tmp_path / "out", config, DraftModel(config).state_dict(), step=1, evaluation=None, layout=layout)
+    content = json.loads((tmp_path / "out/config.json").read_text())
+    place = content if layout == "speculators" else content["dflash_config"]
+    if not options:
+        place = content["transformer_layer_config"] if layout == "speculators" else content
+    found = {key: value for key, value in place.items() if "scale" in key or "softcap" in key or "multiplier" in key}
+    assert found == stated
+    load_drafter(tmp_path / "out", config)
+    unscaled = msgspec.structs.replace(config, target_shape=msgspec.structs.replace(config.shape, **dict.fromkeys(scales, 2.0)))
+    with pytest.raises(CheckpointError, match=f"{next(iter(scales))}: needed 2.0, found {next(iter(scales.values()))}"):
+        load_drafter(tmp_path / "out", unscaled)
 
 
 @torch.no_grad()
