@@ -100,7 +100,7 @@ TEXT = (
     | _all("dense", "falcon", head_dim=None, intermediate_size=None)
     | _all("dense", "gptj", rotary_dim=8)
     | _all("dense", "cwm", bos_token_id=1, eos_token_id=2)
-    | _all("scaled embedding", "gemma gemma2 gemma4_unified_text recurrent_gemma vaultgemma")
+    | _all("scaled embedding", "gemma gemma2 gemma4_unified_text vaultgemma")
     | _all("scaled embedding", "gemma3_text", layer_types=["sliding_attention", "full_attention"] * 2)
     | _all("scaled embedding", "gemma4_text", **PER_LAYER)
     | _all("scaled embedding", "afmoe", **EXPERTS)

@@ -79,7 +79,7 @@ def test_logits_are_those_of_the_head_scaled_and_capped_for(name: str, tmp_path:
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
     if name in ("cohere", "granite", "falcon_h1"):
         assert shape.logit_scale != 1.0
-    if name in ("gemma2", "recurrent_gemma"):
+    if name in ("gemma2", "vaultgemma"):
         assert shape.logit_softcap > 0.0
 
 

@@ -81,10 +81,10 @@ def test_what_the_target_scales_is_stated_where_engines_read_it(
     config = msgspec.structs.replace(config, target_shape=msgspec.structs.replace(config.shape, **scales))
     export(tmp_path / "out", config, DraftModel(config).state_dict(), step=1, evaluation=None, layout=layout)
     content = json.loads((tmp_path / "out/config.json").read_text())
-    place = content if layout == "speculators" else content["dflash_config"]
+    part = content if layout == "speculators" else content["dflash_config"]
     if not options:
-        place = content["transformer_layer_config"] if layout == "speculators" else content
-    found = {key: value for key, value in place.items() if "scale" in key or "softcap" in key or "multiplier" in key}
+        part = content["transformer_layer_config"] if layout == "speculators" else content
+    found = {key: value for key, value in part.items() if "scale" in key or "softcap" in key or "multiplier" in key}
     assert found == stated
     load_drafter(tmp_path / "out", config)
     unscaled = msgspec.structs.replace(config, target_shape=msgspec.structs.replace(config.shape, **dict.fromkeys(scales, 2.0)))
