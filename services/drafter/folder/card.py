@@ -31,13 +31,21 @@ embedding and head.
 - Target: {target}, {shape.num_hidden_layers} layers, taps after layers {", ".join(map(str, draft.tap_layers))}
 - Draft model: {draft.num_layers} layers, block size {draft.block_size}, mask token id {draft.mask_token_id}
 - Rotary embedding: plain, theta {shape.rope_theta:g}, over the whole head; nothing of it is inherited from the target
-- Data: {_describe_data(config.data.path)}, {config.plan.epochs} epochs
+{_scaled(shape.embedding_scale)}- Data: {_describe_data(config.data.path)}, {config.plan.epochs} epochs
 - Optimizer steps: {step}
 - Held-out greedy acceptance length: {_describe(evaluation)}
 {_table(config, evaluation) if evaluation else ""}
 ## Serving
 
 {_serving(config, target, layout)}"""
+
+
+def _scaled(scale: float) -> str:
+    """Return the line about a target that scales its embedding: only some engines know the key."""
+    if scale == 1.0:
+        return ""
+    text = f"the rows of the target's, times {scale:g}: vLLM reads `input_embedding_scale`; not tried with SGLang"
+    return f"- Embedding: {text}\n"
 
 
 def _describe(evaluation: Evaluation | None) -> str:

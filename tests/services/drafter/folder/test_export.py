@@ -86,6 +86,7 @@ def test_what_the_target_scales_is_stated_where_engines_read_it(
         part = content["transformer_layer_config"] if layout == "speculators" else content
     found = {key: value for key, value in part.items() if "scale" in key or "softcap" in key or "multiplier" in key}
     assert found == stated
+    assert ("times 6.5: vLLM reads" in (tmp_path / "out/README.md").read_text()) == ("embedding_scale" in scales)
     load_drafter(tmp_path / "out", config)
     unscaled = msgspec.structs.replace(config, target_shape=msgspec.structs.replace(config.shape, **dict.fromkeys(scales, 2.0)))
     with pytest.raises(CheckpointError, match=f"{next(iter(scales))}: needed 2.0, found {next(iter(scales.values()))}"):
